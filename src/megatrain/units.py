@@ -69,11 +69,14 @@ def format_size(size: int, *, decimals: int = 1) -> str:
 
 
 def exact_size(size: int) -> str | int:
-    """The shortest form that `parse_size` reads back to the same number: ``24GiB``, or bytes where no unit divides."""
-    for power in range(len(_BINARY) - 1, 0, -1):
-        if size and size % 1024**power == 0:
-            return f"{size // 1024**power}{_BINARY[power]}"
-    return size
+    """The shortest form that `parse_size` reads back to the same number: ``24GiB``, ``24GB``, or bytes."""
+    forms = [str(size)]
+    for power, letter in enumerate("KMGTP", start=1):
+        for base, infix in ((1024, "i"), (1000, "")):
+            if size and size % base**power == 0:
+                forms.append(f"{size // base**power}{letter}{infix}B")
+    shortest = min(forms, key=len)
+    return size if shortest == forms[0] else shortest
 
 
 @dataclass(frozen=True)

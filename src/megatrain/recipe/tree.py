@@ -37,15 +37,8 @@ def plain(node: Node) -> Any:
 
 
 def merge(lower: Node, *, upper: Node) -> Node:
-    """`upper` over `lower`: mappings are merged key by key, anything else is replaced.
-
-    A section that is empty in `upper` (``optimizer:`` with everything below commented out) changes nothing.
-    """
-    if not isinstance(lower.value, dict):
-        return upper
-    if upper.value is None:
-        return lower if any(isinstance(child.value, dict) for child in lower.value.values()) else upper
-    if not isinstance(upper.value, dict):
+    """`upper` over `lower`: mappings are merged key by key, anything else is replaced."""
+    if not isinstance(lower.value, dict) or not isinstance(upper.value, dict):
         return upper
     merged = dict(lower.value)
     for key, child in upper.value.items():
@@ -71,13 +64,20 @@ def mark_at(root: Node, *, path: Path) -> Mark:
     """Where the value at `path` was written; for a value that nobody wrote, its nearest parent that somebody did."""
     node = root
     for key in path:
-        if isinstance(node.value, dict) and key in node.value:
-            node = node.value[key]
-        elif isinstance(node.value, list) and isinstance(key, int) and key < len(node.value):
-            node = node.value[key]
-        else:
+        child = _child(node, key=key)
+        if child is None:
             break
+        node = child
     return node.mark
+
+
+def _child(node: Node, *, key: str | int) -> Node | None:
+    if isinstance(node.value, dict):
+        return node.value.get(key)
+    if isinstance(node.value, list) and isinstance(key, int) and key < len(node.value):
+        found: Node = node.value[key]
+        return found
+    return None
 
 
 def without(root: Node, *, path: Path) -> Node:
