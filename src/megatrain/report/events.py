@@ -1,0 +1,144 @@
+"""What a run tells, as values: one dataclass per thing that can be reported, units in the names.
+
+Each becomes one line of metrics.jsonl (``record``), one line of the console, and points in the sinks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step that was taken."""
+
+    kind: ClassVar[str] = "train"
+
+    step: int
+    epoch: float  # epochs of data used up, this step included
+    time: float  # unix seconds
+    loss: float  # mean cross-entropy over the supervised tokens of the step
+    aux_loss: float | None
+    lr: float
+    grad_norm: float  # before clipping
+    tokens: int  # padding excluded
+    supervised_tokens: int
+    step_s: float
+    tokens_per_s: float
+    optimizer_s: float  # the CPU's last complete update; it overlaps the next forward
+    exposed_optimizer_s: float  # of step_s: waiting for updated weights
+    exposed_transfer_s: float  # of step_s: waiting for the link
+    vram_peak_bytes: int
+    host_peak_bytes: int
+
+    @property
+    def bound_by(self) -> str:
+        """The resource that most of the step was spent on."""
+        compute_s = self.step_s - self.exposed_optimizer_s - self.exposed_transfer_s
+        shares = {"compute": compute_s, "optimizer": self.exposed_optimizer_s, "link": self.exposed_transfer_s}
+        return max(shares, key=lambda name: shares[name])
+
+    @property
+    def compute_share(self) -> float:
+        """Share of the step in which the device did not wait for weights, 0 to 1."""
+        if self.step_s <= 0:
+            return 1.0
+        return max(0.0, 1 - (self.exposed_optimizer_s + self.exposed_transfer_s) / self.step_s)
+
+
+@dataclass(frozen=True)
+class SkipReport:
+    """A step whose loss or gradient norm was not finite: its data is used up, no weight was touched."""
+
+    kind: ClassVar[str] = "skip"
+
+    step: int
+    epoch: float
+    time: float
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    supervised_tokens: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class EvalReport:
+    """A pass over the evaluation rows with the weights after `step` steps."""
+
+    kind: ClassVar[str] = "eval"
+
+    step: int
+    epoch: float
+    time: float
+    loss: float
+    supervised_tokens: int
+    eval_s: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """A checkpoint that is complete on disk."""
+
+    kind: ClassVar[str] = "save"
+
+    step: int
+    epoch: float
+    time: float
+    path: str
+    bytes: int
+    save_s: float  # the training stood still for this long
+
+
+Event = StepReport | SkipReport | EvalReport | SaveReport
+
+
+def record(event: Event) -> dict[str, object]:
+    """The event as a JSON object. JSON has no NaN or infinity: such numbers become null."""
+    fields = {"kind": event.kind} | dataclasses.asdict(event)
+    if isinstance(event, EvalReport):
+        fields["perplexity"] = event.perplexity
+    return {key: finite_or_none(value) for key, value in fields.items()}
+
+
+def finite_or_none(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The run in one object: run.json, and what ``--json`` prints."""
+
+    status: str  # "done" | "interrupted" | "error"
+    exit_code: int
+    steps: int
+    epochs: float
+    tokens: int
+    supervised_tokens: int
+    first_loss: float | None
+    last_loss: float | None
+    first_eval_loss: float | None
+    eval_loss: float | None
+    skipped_steps: int
+    tokens_per_s: float | None  # of this process, over its training steps
+    wall_s: float  # of this process
+    vram_peak_bytes: int
+    host_peak_bytes: int
+    checkpoint: str | None
+    model: str | None
+    versions: dict[str, str]
+    error: dict[str, object] | None = field(default=None)
+
+    def to_json(self) -> dict[str, object]:
+        fields = {key: finite_or_none(value) for key, value in dataclasses.asdict(self).items()}
+        if fields["error"] is None:
+            del fields["error"]
+        return fields

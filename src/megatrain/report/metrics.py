@@ -1,0 +1,104 @@
+"""metrics.jsonl: one line per event, cut back on resume, never the reason that a run is lost.
+
+A full or absent disk does not stop training: lines wait in memory and are written as soon as it takes
+them again. A line is either there as a whole or not at all, unless the process is killed inside a
+write; `cut_back` removes such a stump.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from megatrain.report.events import Event, record
+
+
+class MetricsLog:
+    """An append-only file of JSON lines. `warn` is told once per trouble with the disk."""
+
+    def __init__(self, path: Path, *, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._warn = warn
+        self._pending: list[bytes] = []
+        self._in_trouble = False
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._end = os.fstat(self._fd).st_size
+
+    def write(self, event: Event) -> None:
+        self._pending.append(json.dumps(record(event), allow_nan=False).encode() + b"\n")
+        self._flush()
+
+    def sync(self) -> None:
+        """Force what was written to the disk: called before a checkpoint that counts on these lines."""
+        self._flush()
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            self._trouble(error)
+
+    def close(self) -> None:
+        self._flush()
+        if self._pending:
+            self._warn(f"{len(self._pending)} lines of {self._path} could not be written")
+        os.close(self._fd)
+
+    def cut_back(self, *, step: int, eval_step: int | None) -> None:
+        """Forget what came after the checkpoint: events of later steps, and evaluations that it does not know of."""
+        data = self._read()
+        kept = b"".join(line + b"\n" for line in data.split(b"\n") if _belongs(line, step=step, eval_step=eval_step))
+        if kept != data:
+            self._replace(kept)
+
+    def _read(self) -> bytes:
+        return self._path.read_bytes()
+
+    def _replace(self, data: bytes) -> None:
+        aside = self._path.with_name(self._path.name + ".partial")
+        aside.write_bytes(data)
+        os.replace(aside, self._path)
+        os.close(self._fd)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        self._end = len(data)
+
+    def _flush(self) -> None:
+        while self._pending:
+            try:
+                written = os.pwrite(self._fd, self._pending[0], self._end)
+                if written < len(self._pending[0]):  # a disk that fills up takes part of a line: take it back
+                    os.ftruncate(self._fd, self._end)
+                    return self._trouble(OSError("no space left"))
+            except OSError as error:
+                return self._trouble(error)
+            self._end += written
+            self._pending.pop(0)
+            self._in_trouble = False
+
+    def _trouble(self, error: OSError) -> None:
+        if not self._in_trouble:
+            self._warn(f"cannot write {self._path} ({error.strerror or error}); its lines are kept in memory meanwhile")
+        self._in_trouble = True
+
+
+def _belongs(line: bytes, *, step: int, eval_step: int | None) -> bool:
+    try:
+        event = json.loads(line)
+    except ValueError:  # the stump of a killed write, or the empty string after the last newline
+        return False
+    if event.get("kind") == "eval":
+        return eval_step is not None and event["step"] <= eval_step
+    return bool(event["step"] <= step)
+
+
+def read_metrics(path: Path) -> list[dict[str, object]]:
+    """Every complete line of a metrics.jsonl."""
+    if not path.is_file():
+        return []
+    events = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            events.append(json.loads(line))
+        except ValueError:
+            continue
+    return events

@@ -1,0 +1,131 @@
+"""The folder of a run: who may write in it, and what lies where.
+
+    recipe.yaml  metrics.jsonl  checkpoints/  model/  run.json  crash.txt  lock
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatrain.errors import DiskError, UsageError
+
+
+class RunDir:
+    """The paths of a run folder, and what is written whole: recipe, summary, crash report."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.recipe = path / "recipe.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
+        self.summary = path / "run.json"
+        self.crash = path / "crash.txt"
+        self.lock = path / "lock"
+
+    def holds_run(self) -> bool:
+        """Whether something was trained here. A run that failed before its first step left nothing to lose."""
+        has_lines = self.metrics.is_file() and self.metrics.stat().st_size > 0
+        has_checkpoint = self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*"))
+        return has_lines or has_checkpoint or self.model.exists() or self.read_summary().get("status") == "done"
+
+    def read_summary(self) -> dict[str, Any]:
+        """run.json, or an empty object when there is none that can be read."""
+        try:
+            summary = json.loads(self.summary.read_text())
+        except (OSError, ValueError):
+            return {}
+        return summary if isinstance(summary, dict) else {}
+
+    def clear(self) -> None:
+        """Remove the run that is here, and nothing that is not ours."""
+        for folder in (self.checkpoints, self.model, self.path / "tensorboard"):
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)
+        for file in (self.recipe, self.metrics, self.summary, self.crash, self.path / "wandb-id"):
+            file.unlink(missing_ok=True)
+
+    def write_recipe(self, text: str) -> None:
+        _write_whole(self.recipe, text)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        _write_whole(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+    def write_crash(self, text: str) -> None:
+        _write_whole(self.crash, text)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Create the folder and be the only process that writes in it.
+
+        Raises UsageError when another one does, DiskError when the folder cannot be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = self._take_lock()
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UsageError(f"{error.filename} is not a folder", where="output.dir") from None
+        except OSError as error:
+            raise DiskError(
+                f"cannot write to {self.path}: {error.strerror}",
+                hint="choose another folder with output.dir or --output-dir",
+                where="output.dir",
+            ) from error
+        try:
+            yield
+        finally:
+            self.lock.unlink(missing_ok=True)
+            os.close(fd)
+
+    def check_unlocked(self) -> None:
+        """What `locked` would say of another process, without writing anything."""
+        if not self.lock.exists():
+            return
+        fd = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self._flock(fd)
+        finally:
+            os.close(fd)
+
+    def _take_lock(self) -> int:
+        while True:
+            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._flock(fd)
+                if self.lock.exists() and os.path.samestat(os.fstat(fd), self.lock.stat()):
+                    os.ftruncate(fd, 0)
+                    os.write(fd, f"{socket.gethostname()} process {os.getpid()}\n".encode())
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # its last owner removed the file between our open and our lock: once more
+
+    def _flock(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
+            raise UsageError(
+                f"{self.path} is in use by {owner}",
+                hint="wait until it ends, or choose another folder with --output-dir",
+                where="output.dir",
+            ) from None
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write aside and rename: a reader sees the old file or the new one."""
+    aside = path.with_name(path.name + ".partial")
+    with open(aside, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)

@@ -1,0 +1,170 @@
+"""Interrupts: the first one asks, the second one ends.
+
+While nothing would be lost (reading data, loading weights, planning, exporting) the first SIGINT, SIGTERM or
+SIGHUP raises `Interrupted` at once. Inside `StopFlag.held` (training) it only raises the flag, which the
+trainer looks at between steps and the executor, through `PolledUpdates`, between layers once the step has had
+its time. Python runs signal handlers between bytecodes of the main thread only, so a watcher thread, woken
+through the signal wakeup descriptor, ends the process when the main thread is stuck in native code.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:  # the guard stands before torch is imported
+    from megatrain.stream.ring import Updates
+
+STEP_GRACE_S = 10.0
+"""A step that runs this long after the interrupt is given up between two layers; its data is not used up."""
+RAISE_GRACE_S = 12.0
+"""Where the interrupt should have raised by now (nothing is to be saved), the process is ended."""
+
+
+class Interrupted(BaseException):
+    """The person or the machine wants the process to stop. Like KeyboardInterrupt, no `except Exception` holds it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signum
+
+
+class StopFlag:
+    """Whether, and since when, the run is asked to stop."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._since_s = 0.0  # of the request
+        self._released_s = 0.0  # of the last end of `held`
+        self._held = 0
+        self.unwinding = False  # Interrupted was raised and somebody is dealing with it
+
+    @property
+    def requested(self) -> bool:
+        return self.signum is not None
+
+    @property
+    def raises(self) -> bool:
+        """An interrupt now raises instead of waiting to be asked."""
+        return self._held == 0 and not self.unwinding
+
+    @property
+    def stuck(self) -> bool:
+        """It should have raised long ago, but the main thread does not get to it."""
+        since_s = max(self._since_s, self._released_s)
+        return self.requested and self.raises and time.monotonic() - since_s > RAISE_GRACE_S
+
+    def request(self, signum: int) -> None:
+        if self.signum is None:
+            self.signum, self._since_s = signum, time.monotonic()
+
+    def check(self) -> None:
+        """Raise Interrupted if it was asked for. For loops in which nothing is lost."""
+        if self.signum is not None:
+            self.unwinding = True
+            raise Interrupted(self.signum)
+
+    def check_overdue(self) -> None:
+        """Raise Interrupted if it was asked for so long ago that the running step shall not be finished."""
+        if self.signum is not None and time.monotonic() - self._since_s > STEP_GRACE_S:
+            self.check()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, an interrupt only raises the flag."""
+        self._held += 1
+        try:
+            yield
+        finally:
+            self._released_s = time.monotonic()
+            self._held -= 1
+
+
+class PolledUpdates:
+    """The optimizer as the executor sees it, and a look at the flag at every layer."""
+
+    def __init__(self, updates: Updates, *, stop: StopFlag) -> None:
+        self._updates = updates
+        self._stop = stop
+
+    def updated(self, unit: int) -> bool:
+        self._stop.check_overdue()
+        return self._updates.updated(unit)
+
+    def wait_updated(self, unit: int) -> None:
+        self._stop.check_overdue()
+        self._updates.wait_updated(unit)
+
+
+class SignalGuard:
+    """Owns the process's handlers while a run is going on. Enter it in the main thread."""
+
+    def __init__(self) -> None:
+        self.stop = StopFlag()
+        self._previous: dict[int, Any] = {}
+        self._read_fd = self._write_fd = -1
+        self._previous_wakeup = -1
+        self._watcher: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._previous_wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
+                continue  # nohup: the terminal may go away
+            self._previous[signum] = signal.signal(signum, self._handle)
+        self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
+        self._watcher.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._previous_wakeup)
+        os.close(self._write_fd)  # the watcher reads the end of the pipe
+        assert self._watcher is not None
+        self._watcher.join()
+        os.close(self._read_fd)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.stop.request(signum)
+        if self.stop.raises:
+            self.stop.check()
+
+    def _watch(self) -> None:
+        """Count the signals as the kernel delivers them, whatever the main thread is doing."""
+        seen = 0
+        while True:
+            ready, _, _ = select.select([self._read_fd], [], [], 1.0 if seen else None)
+            if not ready:
+                if self.stop.stuck:
+                    _end_now(self.stop.signum or signal.SIGINT, "interrupted")
+                continue
+            delivered = os.read(self._read_fd, 64)
+            if not delivered:
+                return
+            for signum in delivered:
+                seen += signum in self._previous
+                if seen > 1:
+                    _end_now(signum, "stopped at the second signal; the last complete checkpoint is intact")
+
+
+def _end_now(signum: int, message: str) -> None:
+    """Leave without unwinding. The lock goes with the process; a half-written checkpoint has no manifest."""
+    cursor = "\x1b[?25h" if sys.stderr.isatty() else ""
+    os.write(2, f"{cursor}\n{message}\n".encode())
+    os._exit(128 + signum)

@@ -1,0 +1,198 @@
+"""The loop: batch, forward, loss, backward, norm, update, and round again while the update is still running.
+
+The optimizer is not waited for at the end of a step. `submit` hands it the gradients, and the next step's
+forward waits, layer by layer, for what it is about to read. Whatever needs all weights at rest (a
+checkpoint, the end) drains the worker first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from megatrain.errors import NonFinite
+from megatrain.optim.lr import learning_rate
+from megatrain.report.events import EvalReport, SkipReport, StepReport
+from megatrain.report.journal import Journal
+from megatrain.report.process import host_peak_bytes
+from megatrain.stream.executor import StepNumbers
+from megatrain.train.checkpoint import CheckpointWriter
+from megatrain.train.intervals import Interval, total_steps
+from megatrain.train.run import Run, StepRows
+from megatrain.train.signals import Interrupted, StopFlag
+from megatrain.train.state import TrainState, step_seed
+
+
+class Trainer:
+    """Takes a run from `state` to its last step. `state` is always that of the last complete step."""
+
+    def __init__(
+        self, run: Run, *, state: TrainState, journal: Journal, checkpoints: CheckpointWriter, stop: StopFlag
+    ) -> None:
+        self.state = state
+        self.trained_s = 0.0  # in steps of this process; evaluation and checkpoints apart
+        self.trained_tokens = 0
+        self._run, self._journal, self._checkpoints, self._stop = run, journal, checkpoints, stop
+        self._train = run.recipe.train
+        self.total_steps = total_steps(run.loader, epochs=self._train.epochs, steps=self._train.steps)
+        self._save_every = Interval(self._train.save_every)
+        self._eval_every = Interval(self._train.eval_every)
+        self._rows: StepRows | None = None  # of the next step, cut while the device was busy
+        self._saved_step = state.step  # nothing is new yet: a fresh start has nothing to save, a resume has it on disk
+
+    def train(self) -> None:
+        """Raises Interrupted and NonFinite after saving what was reached; what the optimizer raised comes through."""
+        self._journal.console.begin(first_step=self.state.step + 1, total_steps=self.total_steps)
+        with self._stop.held():
+            try:
+                self._loop()
+            except Interrupted:  # between two layers: the weights are still those of the last complete step
+                pass
+            begin_s = time.perf_counter()
+            self._run.worker.drain()
+            self.trained_s += time.perf_counter() - begin_s
+            self._save()
+        self._stop.check()
+
+    def _loop(self) -> None:
+        while True:
+            if self._evaluation_due():
+                self._evaluate()
+            if self._save_every.due(self.state):
+                self._save()
+            if self._stop.requested or self.state.step >= self.total_steps:
+                return
+            self._step()
+
+    # -- one step -----------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        run, state, begin_s = self._run, self.state, time.perf_counter()
+        rows = self._rows or run.loader.step_batch(state.epoch, state.index)
+        lr = self._learning_rate(state.step + 1)
+        seed = step_seed(self._train.seed, step=state.step + 1)
+        output = run.executor.train_step(rows.micro_batches(run.plan.micro_batch), seed=seed)
+        after = state.advanced(steps_in_epoch=run.loader.steps_in_epoch(state.epoch))
+        self._rows = run.loader.step_batch(after.epoch, after.index) if after.step < self.total_steps else None
+        numbers = output.result()
+        if not numbers.finite and self._train.nonfinite != "ignore":
+            return self._nonfinite(numbers, rows=rows, after=after, lr=lr)
+        clip = clip_factor(numbers.grad_norm, limit=self._train.max_grad_norm)
+        run.worker.submit(after.step, output.gradients, lr=lr, clip=clip)
+        self.state = after.counted(tokens=rows.tokens, supervised_tokens=rows.supervised, loss=numbers.loss)
+        self._report(numbers, rows=rows, lr=lr, step_s=time.perf_counter() - begin_s)
+
+    def _learning_rate(self, step: int) -> float:
+        optimizer = self._run.recipe.optimizer
+        return learning_rate(
+            step,
+            total=self.total_steps,
+            lr=optimizer.lr,
+            warmup=optimizer.warmup,
+            schedule=optimizer.schedule,
+            min_lr_ratio=optimizer.min_lr_ratio,
+        )
+
+    def _report(self, numbers: StepNumbers, *, rows: StepRows, lr: float, step_s: float) -> None:
+        self.trained_s += step_s
+        self.trained_tokens += rows.tokens
+        step = self.state.step
+        if step % self._train.log_every and step not in (1, self.total_steps):
+            return
+        self._journal.write(
+            StepReport(
+                step=step,
+                epoch=self.state.epochs,
+                time=time.time(),
+                loss=numbers.loss,
+                aux_loss=numbers.aux_loss,
+                lr=lr,
+                grad_norm=numbers.grad_norm,
+                tokens=rows.tokens,
+                supervised_tokens=rows.supervised,
+                step_s=step_s,
+                tokens_per_s=rows.tokens / step_s,
+                optimizer_s=self._run.worker.last_update_s,
+                exposed_optimizer_s=numbers.exposed_optimizer_s,
+                exposed_transfer_s=numbers.exposed_transfer_s,
+                vram_peak_bytes=self._run.device.memory_peak_bytes(),
+                host_peak_bytes=host_peak_bytes(),
+            )
+        )
+
+    def _nonfinite(self, numbers: StepNumbers, *, rows: StepRows, after: TrainState, lr: float) -> None:
+        """The gradients stay where they are: no weight and no moment sees them."""
+        name = "loss" if not math.isfinite(numbers.loss) else "gradient norm"
+        reason = f"the {name} is {numbers.loss if name == 'loss' else numbers.grad_norm}"
+        if self._train.nonfinite == "stop":
+            self._save()
+            raise NonFinite(
+                f"{reason}; no weight was touched, and the state after step {self.state.step} is saved",
+                where=f"step {after.step} (step {self.state.index + 1} of epoch {self.state.epoch + 1})",
+                hint="lower optimizer.lr, look at this step's rows, or go on without such steps: train.nonfinite=skip",
+            )
+        self.state = after.counted(tokens=rows.tokens, supervised_tokens=rows.supervised, loss=None)
+        self._journal.write(
+            SkipReport(
+                step=after.step,
+                epoch=after.epochs,
+                time=time.time(),
+                loss=numbers.loss,
+                grad_norm=numbers.grad_norm,
+                lr=lr,
+                tokens=rows.tokens,
+                supervised_tokens=rows.supervised,
+                reason=reason,
+            )
+        )
+
+    # -- between steps ------------------------------------------------------------------------------------
+
+    def _evaluation_due(self) -> bool:
+        """Also before the first step and after the last, so that a run shows what it changed."""
+        at_end = self.state.step in (0, self.total_steps)
+        return self.state.eval_step != self.state.step and (at_end or self._eval_every.due(self.state))
+
+    def _evaluate(self) -> None:
+        """Mean loss over the evaluation rows. An interrupt leaves it out: the resumed run makes up for it."""
+        begin_s, loss, tokens = time.perf_counter(), 0.0, 0
+        for group in self._run.eval_batches:
+            if self._stop.requested:
+                return
+            group_loss, group_tokens = self._run.executor.evaluate(group)
+            loss, tokens = loss + group_loss, tokens + group_tokens
+        if not tokens:
+            return
+        self.state = self.state.evaluated(loss / tokens)
+        self._eval_every.restart()
+        self._journal.write(
+            EvalReport(
+                step=self.state.step,
+                epoch=self.state.epochs,
+                time=time.time(),
+                loss=loss / tokens,
+                supervised_tokens=tokens,
+                eval_s=time.perf_counter() - begin_s,
+            )
+        )
+
+    def _save(self) -> None:
+        """A checkpoint of `state`, unless the newest one is just that."""
+        if self._saved_step == self.state.step:
+            return
+        self._run.worker.drain()
+        self._journal.sync()
+        self._journal.write(self._checkpoints.save(self.state))
+        self._saved_step = self.state.step
+        self._save_every.restart()
+
+
+def clip_factor(norm: float, *, limit: float | None) -> float:
+    """What gradients of this global norm are multiplied by, as torch.nn.utils.clip_grad_norm_ computes it.
+
+    Not a number for a norm that is none, as there.
+    """
+    if limit is None:
+        return 1.0
+    factor = limit / (norm + 1e-6)
+    return 1.0 if factor > 1.0 else factor
