@@ -1,0 +1,306 @@
+"""One micro-batch through one step: forward layer by layer, tail, backward layer by layer, stem.
+
+A pass owns what Hugging Face's stem computed for it (arguments of every layer, the graph of the embeddings),
+the random state before each layer, state that layers hand on beside the hidden states, and router logits.
+Weights are arguments: it never keeps a view of a slot. Nothing here asks the device anything.
+
+Letters: A parallel streams (gemma3n), B rows, S positions, D hidden. Hidden states are [B, S, D] or [A, B, S, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from megatrain.model.batch import MicroBatch
+from megatrain.model.stubs import LayerCall
+from megatrain.model.tail import Accumulate, TailResult, tail_loss
+
+if TYPE_CHECKING:
+    from megatrain.model.streamed import StreamedModel
+
+State = dict[str, dict[Any, Any]]  # argument name -> entries of the mapping that every layer sees
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A layer's call, ready to be replayed. `externals`: which stem outputs (by number) its arguments hold."""
+
+    call: LayerCall
+    externals: tuple[int, ...]
+
+
+@dataclass
+class StemOutputs:
+    """What came out of the stem with a graph: the hidden states first, then whatever else layers are given."""
+
+    outputs: list[Tensor]  # with graph
+    values: list[Tensor]  # the same, detached: what the layers' arguments hold
+    gradients: list[Tensor | None] = field(default_factory=list)
+
+
+class Pass:
+    """Made by `StreamedModel.begin`. Call order: forward 0..L-1, tail, backward L-1..0, finish."""
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        *,
+        batch: MicroBatch,
+        calls: Sequence[LayerCall],
+        shared: Sequence[str],
+        training: bool,
+    ) -> None:
+        self.batch = batch
+        self.training = training
+        self._model = model
+        self._stem = StemOutputs([], [])
+        self._layers: list[Prepared | None] = list(_prepare(calls, self._stem, shared=shared))
+        self._stem.gradients = [None] * len(self._stem.outputs)
+        self.hidden: Tensor = self._stem.values[0]
+        self._rng: list[object | None] = [None] * len(calls)
+        self._mapping_types = {name: type(calls[0].kwargs[name]) for name in shared}
+        self._states: list[State] = [{name: {} for name in shared}]  # before layer i; the last one is current
+        self._state_grads: dict[int, Tensor] = {}
+        self.router_logits: list[list[Tensor]] = [[] for _ in calls]
+        self.router_gradients: list[list[Tensor | None]] = [[] for _ in calls]
+
+    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """The layer's output, without a graph. weights: by entry name, parameters and buffers of the layer."""
+        model = self._model
+        model.enter(self)
+        if model.stochastic and self.training:
+            self._rng[layer] = model.rng.get()
+        with torch.set_grad_enabled(model.forward_needs_grad[layer]):
+            if model.forward_needs_grad[layer]:
+                weights = {n: w.detach().requires_grad_(w.is_floating_point()) for n, w in weights.items()}
+            live = self._live(self._states[-1])
+            out, logits = self._call(layer, weights, hidden.detach(), leaves={}, live=live)
+        if self._mapping_types:
+            self._states.append(self._after(self._states[-1], live))
+        if logits:
+            self.router_logits[layer] = [t.detach() for t in logits]
+        return out.detach()
+
+    def tail(
+        self, hidden: Tensor, *, denominator: int, chunk: int, grad: bool, accumulate: Accumulate
+    ) -> TailResult:
+        """Loss of this micro-batch over `denominator` tokens; see `tail_loss`."""
+        model = self._model
+        model.enter(self)
+        return tail_loss(
+            model.head,
+            hidden=hidden,
+            batch=self.batch,
+            denominator=denominator,
+            chunk=chunk,
+            grad=grad,
+            accumulate=accumulate,
+        )
+
+    def backward(
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor,
+        grad: Tensor,
+        *,
+        accumulate: Accumulate,
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Recompute the layer with a graph and return the gradients of its input and of its own parameters.
+
+        The parameters' gradients are in `layout.params` order, None where no gradient flows. Gradients of stem
+        parameters that the layer reads go to `accumulate`.
+        """
+        model = self._model
+        model.enter(self)
+        prepared = self._layers[layer]
+        if prepared is None:
+            raise RuntimeError(f"layer {layer}: backward called twice for one pass")
+        plan = model.layer_plans[layer]
+        leaf = hidden.detach().requires_grad_(True)
+        bound = dict(weights)
+        own = []
+        for name in plan.trainable:
+            parameter = weights[name].detach().requires_grad_(True)
+            bound[name] = parameter
+            own.append(parameter)
+        stem = self._stem
+        leaves = {id(stem.values[k]): stem.values[k].detach().requires_grad_(True) for k in prepared.externals}
+        state_leaves: dict[int, Tensor] = {}
+        before = _map_state(
+            self._states[layer] if self._mapping_types else {},
+            lambda t: state_leaves.setdefault(id(t), t.detach().requires_grad_(True)),
+        )
+        live = self._live(before)
+        if self._rng[layer] is not None:
+            model.rng.set(self._rng[layer])
+        with torch.enable_grad():
+            out, logits = self._call(layer, bound, leaf, leaves=leaves, live=live)
+        outputs, slopes = [out], [grad]
+        self._add_router(layer, logits, outputs, slopes)
+        if self._mapping_types:
+            self._add_written_state(layer, before, live, outputs, slopes)
+        inputs = [leaf, *own, *plan.shared_parameters, *leaves.values(), *state_leaves.values()]
+        found = list(torch.autograd.grad(outputs, inputs, slopes, allow_unused=True))
+        first = found[0]
+        n_own, n_shared, n_ext = len(own), len(plan.shared_parameters), len(leaves)
+        rest = found[1 + n_own :]
+        for name, gradient in zip(plan.shared_names, rest[:n_shared], strict=True):
+            if gradient is not None:
+                accumulate(name, gradient)
+        for k, gradient in zip(prepared.externals, rest[n_shared : n_shared + n_ext], strict=True):
+            _add(stem.gradients, k, gradient)
+        for key, gradient in zip(state_leaves, rest[n_shared + n_ext :], strict=True):
+            if gradient is not None:
+                old = self._state_grads.get(key)
+                self._state_grads[key] = gradient if old is None else old + gradient
+        self._layers[layer] = None
+        self._rng[layer] = None
+        return (first if first is not None else torch.zeros_like(hidden)), tuple(found[1 : 1 + n_own])
+
+    def finish(self, grad: Tensor, *, accumulate: Accumulate) -> None:
+        """Push the gradient of `hidden`, and of all else the layers were given, through the stem. Ends the pass."""
+        stem = self._stem
+        # The gradient that came down the layers first, then what reached the same tensor by other ways.
+        other = stem.gradients[0]
+        stem.gradients[0] = grad if other is None else other + grad
+        pairs = [
+            (out, slope)
+            for out, slope in zip(stem.outputs, stem.gradients, strict=True)
+            if slope is not None and out.requires_grad
+        ]
+        names, parameters = self._model.stem_names, self._model.stem_parameters
+        if pairs and parameters:
+            found = torch.autograd.grad([p[0] for p in pairs], parameters, [p[1] for p in pairs], allow_unused=True)
+            for name, gradient in zip(names, found, strict=True):
+                if gradient is not None:
+                    accumulate(name, gradient)
+        self._stem = StemOutputs([], [])
+        self._states = []
+
+    def _call(
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor,
+        *,
+        leaves: Mapping[int, Tensor],
+        live: Mapping[str, MutableMapping[Any, Any]],
+    ) -> tuple[Tensor, list[Tensor]]:
+        prepared = self._layers[layer]
+        if prepared is None:
+            raise RuntimeError(f"layer {layer}: called after its backward")
+        call = prepared.call
+        args: tuple[Any, ...] = call.args
+        kwargs = dict(call.kwargs)
+        if leaves:
+            args, kwargs = pytree.tree_map(lambda x: leaves.get(id(x), x), (args, kwargs))
+        if live:
+            kwargs.update(live)
+        if isinstance(call.where, int):
+            args = (*args[: call.where], hidden, *args[call.where + 1 :])
+        else:
+            kwargs[call.where] = hidden
+        return self._model.run_layer(layer, weights, args, kwargs)
+
+    def _live(self, state: State) -> dict[str, MutableMapping[Any, Any]]:
+        """Fresh mappings of the model's own type for a layer to read and write."""
+        live: dict[str, MutableMapping[Any, Any]] = {}
+        for name, kind in self._mapping_types.items():
+            live[name] = kind()
+            for key, value in state[name].items():
+                live[name][key] = value
+        return live
+
+    @staticmethod
+    def _after(before: State, live: Mapping[str, MutableMapping[Any, Any]]) -> State:
+        after: State = {}
+        for name, mapping in live.items():
+            known = before[name]
+            after[name] = {
+                key: value if known.get(key) is value else pytree.tree_map_only(Tensor, Tensor.detach, value)
+                for key, value in mapping.items()
+            }
+        return after
+
+    def _add_router(self, layer: int, logits: list[Tensor], outputs: list[Tensor], slopes: list[Tensor]) -> None:
+        for out, slope in zip(logits, self.router_gradients[layer], strict=False):
+            if slope is not None and out.requires_grad:
+                outputs.append(out)
+                slopes.append(slope)
+        self.router_gradients[layer] = []
+        self.router_logits[layer] = []
+
+    def _add_written_state(
+        self,
+        layer: int,
+        before: State,
+        live: Mapping[str, MutableMapping[Any, Any]],
+        outputs: list[Tensor],
+        slopes: list[Tensor],
+    ) -> None:
+        """What this layer wrote is an output of it too; its gradient came from the layers that read it."""
+        for name, mapping in live.items():
+            for key, value in mapping.items():
+                if before[name].get(key) is value:
+                    continue
+                saved = self._states[layer + 1][name][key]
+                for now, then in zip(pytree.tree_leaves(value), pytree.tree_leaves(saved), strict=True):
+                    slope = self._state_grads.pop(id(then), None) if isinstance(then, Tensor) else None
+                    if slope is not None:
+                        outputs.append(now)
+                        slopes.append(slope)
+
+
+def _prepare(calls: Sequence[LayerCall], stem: StemOutputs, *, shared: Sequence[str]) -> list[Prepared]:
+    """Replace every tensor with a graph in the calls by a detached one, noting it in `stem`."""
+    first = calls[0].hidden
+    stem.outputs.append(first)
+    stem.values.append(first.detach())
+    numbers = {id(first): 0}
+    plain: set[int] = set()  # arguments known to hold no graph; layers mostly share the same objects
+
+    def substitute(value: Any, used: list[int]) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        number = numbers.get(id(value))
+        if number is None:
+            number = numbers[id(value)] = len(stem.outputs)
+            stem.outputs.append(value)
+            stem.values.append(value.detach())
+        used.append(number)
+        return stem.values[number]
+
+    prepared = []
+    for call in calls:
+        used: list[int] = []
+        changed: dict[int | str, Any] = {}
+        for name, value in call.others().items():
+            if name in shared or value is None or id(value) in plain:
+                continue
+            before = len(used)
+            new = pytree.tree_map(lambda x: substitute(x, used), value)
+            if len(used) == before:
+                plain.add(id(value))
+            else:
+                changed[name] = new
+        args = tuple(None if i == call.where else changed.get(i, v) for i, v in enumerate(call.args))
+        kwargs = {k: None if k == call.where or k in shared else changed.get(k, v) for k, v in call.kwargs.items()}
+        prepared.append(Prepared(LayerCall(call.where, args, kwargs), tuple(dict.fromkeys(used))))
+    return prepared
+
+
+def _map_state(state: State, f: Callable[[Tensor], Tensor]) -> State:
+    return {n: {k: pytree.tree_map_only(Tensor, f, v) for k, v in m.items()} for n, m in state.items()}
+
+
+def _add(totals: list[Tensor | None], index: int, gradient: Tensor | None) -> None:
+    if gradient is not None:
+        old = totals[index]
+        totals[index] = gradient if old is None else old + gradient

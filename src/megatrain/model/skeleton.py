@@ -1,0 +1,159 @@
+"""A Hugging Face decoder without its weights: config, the module tree on the meta device, its list of layers.
+
+Only non-persistent buffers (rotary frequencies and the like) are real: they are in no checkpoint, and
+Hugging Face's own initialisation computes them from the config.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from megatrain.errors import ModelError
+
+REFUSED = {
+    "dory": "its layers are called more than once per pass (looped)",
+    "hrm_text": "its layers are called more than once per pass (looped)",
+    "glm_moe_dsa": "a layer's top-k indices feed the next layer",
+    "hy_v4": "a second layer output feeds the next layer",
+    "rwkv": "the recurrent state of a layer feeds the next layer",
+}
+"""Model types that cannot run layer by layer, and why. The probes find them too; the names make the message plain."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What to build. `attention` is a Hugging Face implementation name, or ``auto``."""
+
+    config: PretrainedConfig
+    attention: str
+    precision: torch.dtype  # torch.bfloat16 or torch.float32: what is streamed
+    training: bool  # dropout and router jitter are active in passes with gradients
+    compile: bool
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class LayerList:
+    """Where the decoder layers sit: `getattr(owner, attribute)` is the ModuleList called `prefix`."""
+
+    owner: nn.Module
+    attribute: str
+    prefix: str
+    layers: tuple[nn.Module, ...]
+
+
+def load_config(
+    path: str, *, revision: str, overrides: Mapping[str, Any], trust_remote_code: bool
+) -> PretrainedConfig:
+    """The config of a hub id or a local folder, with `overrides` set on it.
+
+    Raises ModelError when it cannot be read, names a key that the config does not have, or is no decoder-only
+    language model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"cannot read the model's config.json: {first}",
+            where=path,
+            hint="model.path is a hub id or a folder that holds config.json",
+        ) from error
+    config = cast(PretrainedConfig, config)
+    for key, value in overrides.items():
+        if key not in config.to_dict() and key not in config.attribute_map:
+            raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}")
+        setattr(config, key, value)
+    refuse_by_type(config, trust_remote_code=trust_remote_code)
+    return config
+
+
+def refuse_by_type(config: PretrainedConfig, *, trust_remote_code: bool) -> None:
+    """Raise ModelError for what is known from the config alone to be no decoder that runs layer by layer."""
+    kind = str(config.model_type)
+    if kind in REFUSED:
+        raise ModelError(f"model type {kind} cannot be streamed layer by layer: {REFUSED[kind]}")
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"model type {kind} is an encoder-decoder; only decoder-only language models are supported")
+    if "text_config" in config.sub_configs or "vision_config" in config.sub_configs:
+        raise ModelError(
+            f"model type {kind} is a composite (multimodal) model",
+            hint="use the text model alone: a folder whose config.json is the text_config",
+        )
+    remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote:
+        raise ModelError(
+            f"model type {kind} has no causal language model in transformers",
+            hint="set model.trust_remote_code if the model brings its own code",
+        )
+
+
+def build_skeleton(spec: ModelSpec) -> nn.Module:
+    """The model on the meta device, non-persistent buffers real on the CPU. The config is copied, not changed."""
+    config = copy.deepcopy(spec.config)
+    options: dict[str, Any] = {"dtype": spec.precision, "trust_remote_code": spec.trust_remote_code}
+    if spec.attention != "auto":
+        options["attn_implementation"] = spec.attention
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, **options)
+    except (ValueError, ImportError) as error:
+        raise ModelError(
+            f"transformers cannot build {config.model_type}: {error}", hint="try another model.attention"
+        ) from error
+    _fill_computed_buffers(model)
+    return cast(nn.Module, model)
+
+
+def _fill_computed_buffers(model: Any) -> None:
+    """Let Hugging Face compute the buffers that no checkpoint holds, by its own from_pretrained path.
+
+    Every weight is flagged as initialised, so that path touches only what is left: NaN in, values out.
+    """
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor._is_hf_initialized = True
+    computed: list[tuple[str, nn.Module, str]] = []
+    for path, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.is_meta:
+                empty = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(empty)
+                computed.append((f"{path}.{name}", module, name))
+        module.__dict__.pop("_is_hf_initialized", None)
+    model.initialize_weights()
+    for full, module, name in computed:
+        buffer = module._buffers[name]
+        if buffer is not None and buffer.is_floating_point() and bool(buffer.isnan().any()):
+            raise ModelError(f"the computed buffer {full} is not set by the model's initialisation")
+
+
+def find_layers(model: nn.Module, *, count: int) -> LayerList:
+    """The outermost ModuleList of `count` modules with the most parameters; of any length when none has `count`."""
+    best = _largest_list(model, count=count) or _largest_list(model, count=None)
+    if best is None:
+        raise ModelError("the model has no list of decoder layers")
+    path, found = best
+    parent, _, attribute = path.rpartition(".")
+    return LayerList(model.get_submodule(parent), attribute, path, tuple(found))
+
+
+def _largest_list(model: nn.Module, *, count: int | None) -> tuple[str, nn.ModuleList] | None:
+    best: tuple[int, str, nn.ModuleList] | None = None
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) == 0 or (count is not None and len(module) != count):
+            continue
+        if best is not None and path.startswith(best[1] + "."):
+            continue
+        size = sum(p.numel() for p in module.parameters())
+        if best is None or size > best[0]:
+            best = (size, path, module)
+    return None if best is None else (best[1], best[2])

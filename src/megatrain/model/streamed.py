@@ -1,0 +1,195 @@
+"""A Hugging Face decoder whose layers' weights come as arguments: the model as the executor sees it.
+
+The stem (embeddings, masks, rotary tables) and the tail (final norm, head) run as Hugging Face wrote them,
+with stubs in the layers' places; each layer is its own Hugging Face module with a slot's views bound to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.model.anatomy import Anatomy
+from megatrain.model.anatomy_of import Parts, build_anatomy, parts_of
+from megatrain.model.batch import MicroBatch
+from megatrain.model.kinds import kinds_of
+from megatrain.model.passes import Pass
+from megatrain.model.sites import Sites
+from megatrain.model.skeleton import LayerList, ModelSpec, build_skeleton, find_layers, refuse_by_type
+from megatrain.model.stubs import Recorder, Stub
+from megatrain.model.tail import Head
+from megatrain.model.trial import Trial, run_trial
+
+
+class Rng(Protocol):
+    """The default generator of the device that layers run on."""
+
+    def get(self) -> object: ...
+
+    def set(self, state: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What a call of one layer needs, looked up once."""
+
+    module: nn.Module
+    sites: Sites
+    trainable: tuple[str, ...]  # own parameters, in layout order
+    shared_names: tuple[str, ...]  # "stem:..." of stem parameters that the layer reads
+    shared_parameters: tuple[Tensor, ...]
+
+
+class StreamedModel:
+    """Built once per run; `begin` starts a pass of one micro-batch."""
+
+    def __init__(
+        self,
+        *,
+        spec: ModelSpec,
+        model: nn.Module,
+        found: LayerList,
+        parts: Parts,
+        recorder: Recorder,
+        trial: Trial,
+        anatomy: Anatomy,
+        rng: Rng,
+    ) -> None:
+        self.spec = spec
+        self.rng = rng
+        self.anatomy = anatomy
+        self._model = model
+        self._found = found
+        self._parts = parts
+        self._recorder = recorder
+        self._trial = trial
+        self._outer_sites = Sites(parts.outer_sites)
+        self._training: bool | None = None
+        self.stochastic = spec.training and trial.stochastic
+        self.forward_needs_grad = trial.forward_needs_grad
+        self.layer_plans: tuple[LayerPlan, ...] = ()
+        self.stem_names: tuple[str, ...] = ()
+        self.stem_parameters: tuple[Tensor, ...] = ()
+        self.head = Head(self._logits, (), ())
+
+    @classmethod
+    def build(cls, spec: ModelSpec, *, rng: Rng) -> StreamedModel:
+        """Read the model's structure on the meta device. Raises ModelError for what cannot run exactly."""
+        refuse_by_type(spec.config, trust_remote_code=spec.trust_remote_code)
+        model = build_skeleton(spec)
+        model.eval()
+        found = find_layers(model, count=int(getattr(model.config, "num_hidden_layers", 0)))
+        parts = parts_of(model, found=found)
+        kinds = kinds_of(found.layers)
+        recorder = Recorder(count=len(found.layers))
+        stubs = [Stub(recorder, index=i, layer=layer) for i, layer in enumerate(found.layers)]
+        setattr(found.owner, found.attribute, nn.ModuleList(stubs))
+        trial = run_trial(model, found=found, parts=parts, recorder=recorder, kinds=kinds)
+        anatomy = build_anatomy(
+            parts,
+            found=found,
+            kinds=kinds,
+            stem=trial.stem,
+            tail=trial.tail,
+            unused_in_layers=trial.unused_in_layers,
+        )
+        return cls(
+            spec=spec,
+            model=model,
+            found=found,
+            parts=parts,
+            recorder=recorder,
+            trial=trial,
+            anatomy=anatomy,
+            rng=rng,
+        )
+
+    @cached_property
+    def meta_model(self) -> nn.Module:
+        """The whole model on the meta device, layers in place: for names, ties, config, initialisation, saving."""
+        return build_skeleton(self.spec)
+
+    def outer_buffers_to(self, device: torch.device) -> None:
+        """Move the computed buffers (rotary tables, scales) to where passes run. Persistent ones come by binding."""
+        for root in (self._model, *self._found.layers):
+            for part in root.modules():
+                for name in part._non_persistent_buffers_set:
+                    buffer = part._buffers.get(name)
+                    if buffer is not None:
+                        part._buffers[name] = buffer.to(device)
+
+    def bind_outer(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor]) -> None:
+        """Make the given tensors (views of what stays on the device) the outer parameters and persistent buffers."""
+        trainable = {e.name for unit in (self.anatomy.stem, self.anatomy.tail) for e in unit.layout.params}
+        bound = {n: nn.Parameter(t) if n in trainable else t for n, t in (*stem.items(), *tail.items())}
+        self._outer_sites.put(bound)
+        self.stem_names = tuple(f"stem:{e.name}" for e in self.anatomy.stem.layout.params)
+        self.stem_parameters = tuple(bound[e.name] for e in self.anatomy.stem.layout.params)
+        owners = {e.name: "stem" for e in self.anatomy.stem.layout.params}
+        owners |= {e.name: "tail" for e in self.anatomy.tail.layout.params}
+        in_tail = [n for n in owners if n in self._trial.tail]
+        self.head = Head(
+            self._logits, tuple(f"{owners[n]}:{n}" for n in in_tail), tuple(bound[n] for n in in_tail)
+        )
+        self.layer_plans = tuple(
+            LayerPlan(
+                module,
+                part.sites,
+                tuple(e.name for e in unit.layout.params),
+                tuple(f"stem:{n}" for n in part.shared if n in trainable),
+                tuple(bound[n] for n in part.shared if n in trainable),
+            )
+            for module, part, unit in zip(self._found.layers, self._parts.layers, self.anatomy.layers, strict=True)
+        )
+
+    def begin(self, batch: MicroBatch, *, grad: bool) -> Pass:
+        """Run the stem on `batch` (already where passes run). Without `grad` the pass is an evaluation: no dropout."""
+        self._set_training(grad and self.spec.training)
+        with torch.set_grad_enabled(grad):
+            calls = self._recorder.record(lambda: self._trial.base(**_inputs(batch), use_cache=False))
+        return Pass(self, batch=batch, calls=calls, shared=self._trial.shared, training=grad and self.spec.training)
+
+    def aux_loss(self, passes: Sequence[Pass], *, grad: bool) -> Tensor | None:
+        return None
+
+    def enter(self, current: Pass) -> None:
+        """Make `current` the pass that runs: dropout on or off."""
+        self._set_training(current.training)
+
+    def run_layer(
+        self, layer: int, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Call the layer's module with `weights` bound. Returns hidden states and router logits."""
+        plan = self.layer_plans[layer]
+        plan.sites.put(weights)
+        out = plan.module(*args, **kwargs)
+        plan.sites.clear()
+        return (out[0] if isinstance(out, tuple) else out), []
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        shape = hidden.shape[-3:-1] if self._trial.full_length_tail else (1, 1)
+        dummy = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
+        out = self._recorder.inject(hidden, run=lambda: self._model(input_ids=dummy, use_cache=False))
+        logits: Tensor = out.logits
+        return logits
+
+    def _set_training(self, training: bool) -> None:
+        if self._training is training:
+            return
+        self._training = training
+        for root in (self._model, *self._found.layers):
+            root.train(training)
+
+
+def _inputs(batch: MicroBatch) -> dict[str, Tensor]:
+    inputs = {"input_ids": batch.input_ids}
+    if batch.attention_mask is not None:
+        inputs["attention_mask"] = batch.attention_mask
+    if batch.position_ids is not None:
+        inputs["position_ids"] = batch.position_ids
+    return inputs

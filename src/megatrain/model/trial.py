@@ -1,0 +1,157 @@
+"""A trial pass on the CPU with weights that take no memory: what the model does around its layers.
+
+It answers, before any weight is loaded: what a layer returns, which arguments carry a graph, which outer
+parameters the stem and the tail read, whether the layers form one chain; or refuses by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from megatrain.model.anatomy_of import Parts, hollow
+from megatrain.model.graphs import depends_on, reached
+from megatrain.model.sites import Sites
+from megatrain.model.skeleton import LayerList
+from megatrain.model.stubs import RETURN_FORMS, LayerCall, NotLayerwise, Recorder, refuse_opaque, shared_mappings
+
+TRIAL_ROWS, TRIAL_LENGTH = 2, 6
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What the trial pass found."""
+
+    base: Callable[..., Any]  # the module whose forward holds the loop over the layers
+    shared: tuple[str, ...]  # names of mappings that all layers write and read
+    stem: frozenset[str]  # outer parameters that the layers' inputs depend on
+    tail: frozenset[str]  # outer parameters that the logits depend on
+    full_length_tail: bool  # the head reshapes to the length of input_ids
+    stochastic: bool  # dropout or router jitter somewhere
+    forward_needs_grad: tuple[bool, ...]
+    unused_in_layers: tuple[frozenset[str], ...]
+
+
+def run_trial(
+    model: Any, *, found: LayerList, parts: Parts, recorder: Recorder, kinds: tuple[int, ...]
+) -> Trial:
+    """Stubs are in place; outer tensors are on the meta device before and after."""
+    sites = Sites(parts.outer_sites)
+    outer = {name: hollow(tensor) for name, tensor in parts.outer.items()}
+    sites.put(outer)
+    base = model.base_model if model.base_model is not model else found.owner
+    ids = torch.arange(TRIAL_ROWS * TRIAL_LENGTH).view(TRIAL_ROWS, TRIAL_LENGTH) % 3
+
+    def stem() -> list[LayerCall]:
+        return recorder.record(lambda: base(input_ids=ids, use_cache=False))
+
+    calls = _find_return_form(recorder, stem)
+    shared = shared_mappings(calls)
+    refuse_opaque(calls, shared=shared)
+    stem_outputs = [calls[0].hidden, *_with_graph(calls, handed_on=recorder.handed_on)]
+    _refuse_arguments_that_follow_the_layers(recorder, stem, calls=calls)
+    trainable = {n: t for n, t in outer.items() if t.requires_grad}
+    in_stem = reached(stem_outputs, leaves=trainable)
+    logits, full_length = _trial_tail(model, recorder, hidden=calls[0].hidden.detach())
+    in_tail = reached([logits], leaves=trainable)
+    sites.clear()
+    return Trial(
+        base=base,
+        shared=shared,
+        stem=in_stem,
+        tail=in_tail,
+        full_length_tail=full_length,
+        stochastic=_stochastic(model, found),
+        forward_needs_grad=tuple(False for _ in kinds),
+        unused_in_layers=tuple(frozenset() for _ in kinds),
+    )
+
+
+def _find_return_form(recorder: Recorder, stem: Callable[[], list[LayerCall]]) -> list[LayerCall]:
+    """Try what a layer may return until the model accepts it. Foreign errors count as "not this form"."""
+    refusals: list[NotLayerwise] = []
+    other: Exception | None = None
+    for form in range(len(RETURN_FORMS)):
+        recorder.form = form
+        try:
+            with torch.enable_grad():
+                return stem()
+        except NotLayerwise as refusal:
+            refusals.append(refusal)
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            other = error
+    if refusals:
+        raise refusals[-1]
+    raise NotLayerwise(f"the model's forward does not run with stand-ins for its layers: {other}") from other
+
+
+def _with_graph(calls: list[LayerCall], *, handed_on: list[Tensor]) -> list[Tensor]:
+    """Tensors with a graph among the layers' arguments, beside the hidden states."""
+    found: dict[int, Tensor] = {}
+    chain = {id(t) for t in handed_on}
+    for index, call in enumerate(calls):
+        for name, value in call.others().items():
+            for leaf in pytree.tree_leaves(value):
+                if not isinstance(leaf, Tensor) or not leaf.requires_grad or id(leaf) in found:
+                    continue
+                if id(leaf) in chain or depends_on(leaf, sources=handed_on):
+                    raise NotLayerwise(f"argument {name!r} of layer {index} is computed from an earlier layer's output")
+                found[id(leaf)] = leaf
+    return list(found.values())
+
+
+def _refuse_arguments_that_follow_the_layers(
+    recorder: Recorder, stem: Callable[[], list[LayerCall]], *, calls: list[LayerCall]
+) -> None:
+    """Run again with other layer outputs: an argument that changes without a graph is still no constant."""
+    recorder.disturb = True
+    try:
+        with torch.no_grad():
+            again = stem()
+    finally:
+        recorder.disturb = False
+    for index, (first, second) in enumerate(zip(calls, again, strict=True)):
+        names = first.others().keys()
+        for name in names:
+            one, two = pytree.tree_leaves(first.others()[name]), pytree.tree_leaves(second.others()[name])
+            for a, b in zip(one, two, strict=True):
+                if isinstance(a, Tensor) and not torch.equal(a, b):
+                    raise NotLayerwise(f"argument {name!r} of layer {index} follows the output of earlier layers")
+
+
+def _trial_tail(model: Any, recorder: Recorder, *, hidden: Tensor) -> tuple[Tensor, bool]:
+    """Logits of the injected hidden states, and whether the head needs input_ids of the same length."""
+    rows, length = hidden.shape[-3:-1]
+    reason: Exception | None = None
+    for full in (False, True):
+        dummy = torch.zeros((rows, length) if full else (1, 1), dtype=torch.int64)
+        try:
+            with torch.enable_grad():
+                leaf = hidden.detach().requires_grad_(True)
+                out = recorder.inject(leaf, run=lambda: model(input_ids=dummy, use_cache=False))
+        except (RuntimeError, ValueError) as error:
+            reason = error
+            continue
+        if out.logits.shape[:2] == (rows, length):
+            return out.logits, full
+    raise NotLayerwise(f"the head does not run on hidden states alone: {reason}")
+
+
+def _stochastic(model: nn.Module, found: LayerList) -> bool:
+    """Whether anything in the model can draw random numbers in training mode: a dropout or jitter that is not 0."""
+    for root in (model, *found.layers):
+        for part in root.modules():
+            if isinstance(part, nn.Dropout) and part.p > 0:
+                return True
+            for name, value in vars(part).items():
+                if isinstance(value, float) and value > 0 and any(w in name for w in ("drop", "jitter", "noise")):
+                    return True
+    return any(
+        isinstance(value, float) and value > 0 and any(w in name for w in ("drop", "jitter", "noise"))
+        for name, value in model.config.to_dict().items()
+    )

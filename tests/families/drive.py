@@ -1,0 +1,198 @@
+"""The smallest executor there can be over `Pass`, and plain Hugging Face beside it.
+
+Two weight slots take turns and are filled with NaN on release, so a layer that keeps a view of its slot, or
+reads another layer's, cannot go unseen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from megatrain.model.anatomy import Unit
+from megatrain.model.batch import IGNORE, MicroBatch
+from megatrain.model.skeleton import ModelSpec
+from megatrain.model.streamed import StreamedModel
+
+WHOLE = 1 << 30  # a head chunk larger than any batch: Hugging Face's own arithmetic
+
+
+class CpuRng:
+    """The CPU's default generator."""
+
+    def get(self) -> object:
+        return torch.get_rng_state()
+
+    def set(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+
+@dataclass
+class Result:
+    """Loss, router loss and every gradient of one step. `gradients`: by canonical name; absent if none flowed."""
+
+    loss: Tensor
+    aux: Tensor | None = None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        old = self.gradients.get(name)
+        self.gradients[name] = gradient.clone() if old is None else old + gradient
+
+
+def reference_model(config: PretrainedConfig, *, attention: str, dtype: torch.dtype, training: bool) -> Any:
+    """Plain Hugging Face, weights and router biases moved away from their symmetric initial values."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name or "expert_bias" in name:
+                buffer.add_(torch.randn_like(buffer) * 0.2)
+    model.train(training)
+    return model
+
+
+def make_batches(
+    count: int, *, rows: int = 2, length: int = 24, packed: bool = False, padded: bool = False, vocab: int = 256
+) -> list[MicroBatch]:
+    """Random rows; packed: two documents of 9 and the rest; padded: each row shorter by another amount."""
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(3, vocab, (rows, length), generator=generator)
+        labels = ids.clone()
+        labels[:, :3] = IGNORE
+        positions = mask = None
+        if packed:
+            positions = torch.cat([torch.arange(9), torch.arange(length - 9)]).repeat(rows, 1)
+            labels[:, 9] = IGNORE
+        if padded:
+            mask = torch.ones_like(ids)
+            for row in range(rows):
+                mask[row, length - 7 + 4 * row :] = 0
+            labels[mask == 0] = IGNORE
+        tokens = ids.numel() if mask is None else int(mask.sum())
+        batches.append(MicroBatch(ids, labels, positions, mask, tokens, int((labels != IGNORE).sum())))
+    return batches
+
+
+def inputs_of(batch: MicroBatch) -> dict[str, Tensor]:
+    given = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+    return {k: v for k, v in given.items() if v is not None}
+
+
+def run_reference(model: Any, batches: Sequence[MicroBatch]) -> Result:
+    """The step as Hugging Face would do it: one graph per micro-batch, gradients summed by autograd."""
+    model.zero_grad()
+    denominator = sum(b.supervised for b in batches)
+    total = torch.zeros(())
+    for batch in batches:
+        logits = model(**inputs_of(batch), use_cache=False).logits.float()
+        targets = F.pad(batch.labels, (0, 1), value=IGNORE)[:, 1:].reshape(-1)
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets, ignore_index=IGNORE, reduction="sum")
+        loss = loss / denominator
+        loss.backward()
+        total = total + loss.detach()
+    return Result(total, None, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+
+
+class Streamed:
+    """A StreamedModel with the weights of `source`, stepped layer-major over micro-batches."""
+
+    def __init__(
+        self, source: nn.Module, config: PretrainedConfig, *, attention: str, dtype: torch.dtype, training: bool,
+        compile: bool = False,
+    ) -> None:
+        spec = ModelSpec(copy.deepcopy(config), attention, dtype, training, compile)
+        self.model = StreamedModel.build(spec, rng=CpuRng())
+        weights: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
+        weights |= dict(source.named_buffers(remove_duplicate=False))
+        anatomy = self.model.anatomy
+        self.blocks = {unit.index: _block(unit, weights) for unit in anatomy.units}
+        size = max(unit.layout.nbytes for unit in anatomy.layers)
+        self.slots = [_nan(size), _nan(size)]
+        self.model.outer_buffers_to(torch.device("cpu"))
+        self.model.bind_outer(
+            stem=anatomy.stem.layout.views(self.blocks[anatomy.stem.index]),
+            tail=anatomy.tail.layout.views(self.blocks[anatomy.tail.index]),
+        )
+
+    def step(self, batches: Sequence[MicroBatch], *, chunk: int = WHOLE) -> Result:
+        anatomy = self.model.anatomy
+        denominator = sum(b.supervised for b in batches)
+        result = Result(torch.zeros(()))
+
+        def accumulate(name: str, gradient: Tensor) -> None:
+            result.add(name.partition(":")[2], gradient)
+
+        passes = [self.model.begin(batch, grad=True) for batch in batches]
+        stored = [[p.hidden] for p in passes]
+        for i in range(len(anatomy.layers)):
+            weights = self._load(i)
+            for p, kept in zip(passes, stored, strict=True):
+                kept.append(p.forward(i, weights, kept[i]))
+            self._release(i)
+        result.aux = self.model.aux_loss(passes, grad=True)
+        slopes = []
+        for p, kept in zip(passes, stored, strict=True):
+            out = p.tail(kept[-1], denominator=denominator, chunk=chunk, grad=True, accumulate=accumulate)
+            result.loss = result.loss + out.loss
+            assert out.hidden_grad is not None
+            slopes.append(out.hidden_grad)
+        for i in reversed(range(len(anatomy.layers))):
+            weights, unit = self._load(i), anatomy.layers[i]
+            for m, p in enumerate(passes):
+                slopes[m], found = p.backward(i, weights, stored[m][i], slopes[m], accumulate=accumulate)
+                for entry, gradient in zip(unit.layout.params, found, strict=True):
+                    if gradient is not None:
+                        result.add(unit.full_names[entry.name][0], gradient)
+            self._release(i)
+        for p, slope in zip(passes, slopes, strict=True):
+            p.finish(slope, accumulate=accumulate)
+        return result
+
+    def _load(self, layer: int) -> dict[str, Tensor]:
+        unit, slot = self.model.anatomy.layers[layer], self.slots[layer % 2]
+        slot[: unit.layout.nbytes].copy_(self.blocks[unit.index])
+        return unit.layout.views(slot)
+
+    def _release(self, layer: int) -> None:
+        self.slots[layer % 2].copy_(_nan(self.slots[0].numel()))
+
+
+def _block(unit: Unit, weights: dict[str, Tensor]) -> Tensor:
+    block = torch.zeros(unit.layout.nbytes, dtype=torch.uint8)
+    for name, view in unit.layout.views(block).items():
+        source = weights[unit.full_names[name][0]].detach()
+        assert source.dtype == view.dtype, (unit.full_names[name][0], source.dtype, view.dtype)
+        view.copy_(source)
+    return block
+
+
+def _nan(nbytes: int) -> Tensor:
+    return torch.full((nbytes,), 255, dtype=torch.uint8)  # all bits set is a NaN in bf16 and in fp32
+
+
+def differences(ours: Result, theirs: Result) -> dict[str, float]:
+    """Largest absolute difference of each tensor that is not bit-equal; a missing gradient counts as zeros."""
+    found = {} if torch.equal(ours.loss, theirs.loss) else {"loss": float((ours.loss - theirs.loss).abs())}
+    for name in ours.gradients.keys() | theirs.gradients.keys():
+        a, b = ours.gradients.get(name), theirs.gradients.get(name)
+        if a is None or b is None:
+            known = b if a is None else a
+            assert known is not None
+            if bool(known.any()):
+                found[name] = float(known.abs().max())
+        elif not torch.equal(a, b):
+            found[name] = float((a.double() - b.double()).abs().max())
+    return found
