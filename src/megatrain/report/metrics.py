@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatrain.report.events import Event, record
 
@@ -46,13 +47,10 @@ class MetricsLog:
 
     def cut_back(self, *, step: int, eval_step: int | None) -> None:
         """Forget what came after the checkpoint: events of later steps, and evaluations that it does not know of."""
-        data = self._read()
+        data = self._path.read_bytes()
         kept = b"".join(line + b"\n" for line in data.split(b"\n") if _belongs(line, step=step, eval_step=eval_step))
         if kept != data:
             self._replace(kept)
-
-    def _read(self) -> bytes:
-        return self._path.read_bytes()
 
     def _replace(self, data: bytes) -> None:
         aside = self._path.with_name(self._path.name + ".partial")
@@ -82,23 +80,26 @@ class MetricsLog:
 
 
 def _belongs(line: bytes, *, step: int, eval_step: int | None) -> bool:
+    event = _event(line)
+    if event is None:
+        return False
+    known = eval_step if event["kind"] == "eval" else step
+    return known is not None and event["step"] <= known
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    """The event of a line; None for the stump of a killed write, and for the nothing after the last newline."""
     try:
         event = json.loads(line)
-    except ValueError:  # the stump of a killed write, or the empty string after the last newline
-        return False
-    if event.get("kind") == "eval":
-        return eval_step is not None and event["step"] <= eval_step
-    return bool(event["step"] <= step)
+    except ValueError:
+        return None
+    is_event = isinstance(event, dict) and isinstance(event.get("step"), int) and "kind" in event
+    return event if is_event else None
 
 
-def read_metrics(path: Path) -> list[dict[str, object]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Every complete line of a metrics.jsonl."""
     if not path.is_file():
         return []
-    events = []
-    for line in path.read_bytes().split(b"\n"):
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue
-    return events
+    events = (_event(line) for line in path.read_bytes().split(b"\n"))
+    return [event for event in events if event is not None]

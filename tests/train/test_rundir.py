@@ -1,0 +1,106 @@
+"""Who may write in a run folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatrain.errors import DiskError, UsageError
+from megatrain.train.rundir import RunDir
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from megatrain.train.rundir import RunDir
+with RunDir(Path(sys.argv[1])).locked():
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_the_lock_is_gone_after_use_and_can_be_taken_again(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "deep" / "run")
+    for _ in range(2):
+        with rundir.locked():
+            assert str(os.getpid()) in rundir.lock.read_text()
+        assert not rundir.lock.exists()
+
+
+def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock_behind(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(rundir.path)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    for attempt in (rundir.locked().__enter__, rundir.check_unlocked):
+        with pytest.raises(UsageError, match=f"in use by .* process {holder.pid}"):
+            attempt()
+    holder.kill()
+    holder.wait()
+    holder.stdout.close()
+    rundir.check_unlocked()
+    with rundir.locked():
+        pass
+
+
+def test_a_file_in_the_way_and_a_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with pytest.raises(UsageError, match="is not a folder"), RunDir(path).locked():
+            pass
+
+    def read_only(*args: object, **kwargs: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", read_only)
+    with pytest.raises(DiskError, match="Read-only file system"), RunDir(tmp_path / "run").locked():
+        pass
+
+
+def test_what_counts_as_a_run(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    assert not rundir.holds_run()
+    rundir.write_recipe("a: 1\n")  # it failed before the first step: nothing to lose
+    rundir.metrics.write_text("")
+    rundir.checkpoints.mkdir()
+    (rundir.checkpoints / ".step-000004.partial").mkdir()
+    rundir.write_summary({"status": "error"})
+    assert not rundir.holds_run()
+    for make in (
+        lambda: rundir.metrics.write_text("{}\n"),
+        lambda: rundir.model.mkdir(),
+        lambda: (rundir.checkpoints / "step-000004").mkdir(parents=True),
+        lambda: rundir.write_summary({"status": "done"}),
+    ):
+        rundir.clear()
+        assert not rundir.holds_run()
+        make()
+        assert rundir.holds_run()
+
+
+def test_clear_removes_only_what_is_ours(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "läuft  hier")
+    rundir.path.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("keep")
+    (rundir.path / "notes.txt").write_text("mine")
+    rundir.model.symlink_to(elsewhere)
+    rundir.write_recipe("a: 1\n")
+    rundir.clear()
+    assert (rundir.path / "notes.txt").read_text() == "mine"
+    assert (elsewhere / "precious").read_text() == "keep"
+    assert not rundir.recipe.exists()
+
+
+def test_a_broken_summary_is_no_summary(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path)
+    assert rundir.read_summary() == {}
+    rundir.summary.write_text('{"status": "do')
+    assert rundir.read_summary() == {}
+    rundir.write_summary({"status": "done", "wall_s": time.time()})
+    assert rundir.read_summary()["status"] == "done"

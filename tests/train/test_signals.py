@@ -1,0 +1,144 @@
+"""Interrupts in real processes: what the first does, what the second does, and when nothing can be done."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megatrain.train import signals
+from megatrain.train.signals import Interrupted, PolledUpdates, StopFlag
+
+PROGRAM = """
+import ctypes, sys, time
+from megatrain.train import signals
+from megatrain.train.signals import Interrupted, SignalGuard
+
+signals.RAISE_GRACE_S = 1.0
+mode = sys.argv[1]
+assert "torch" not in sys.modules, "the guard must stand before torch is imported"
+
+
+def native():
+    "Native code that never returns: no bytecode of the main thread runs again, and the GIL is free."
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+with SignalGuard() as guard:
+    try:
+        if mode == "held":
+            with guard.stop.held():
+                print("ready", flush=True)
+                until = time.monotonic() + 20
+                while not guard.stop.requested and time.monotonic() < until:
+                    time.sleep(0.01)
+                time.sleep(0.3)  # the running step ends
+                print("saved", flush=True)
+            guard.stop.check()
+        elif mode == "deaf":
+            with guard.stop.held():
+                print("ready", flush=True)
+                native()
+        elif mode == "stuck":
+            print("ready", flush=True)
+            native()
+        else:
+            print("ready", flush=True)
+            time.sleep(60)
+    except Interrupted as interrupt:
+        print(f"unwound {interrupt}", flush=True)
+        sys.exit(interrupt.exit_code)
+"""
+
+
+def start(mode: str, *prefix: str) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", PROGRAM, mode]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    while "ready" not in line:  # nohup speaks first
+        assert line, process.communicate()
+        line = process.stdout.readline()
+    return process
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_where_nothing_is_lost_the_first_signal_raises_at_once(signum: signal.Signals) -> None:
+    process = start("free")
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (128 + signum, f"unwound {signum.name}\n"), err
+
+
+def test_held_finishes_and_saves_first() -> None:
+    process = start("held")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (143, "saved\nunwound SIGTERM\n"), err
+
+
+def test_the_second_signal_ends_it_even_in_native_code() -> None:
+    process = start("deaf")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=2)
+    assert process.returncode == 130
+    assert "second signal" in err
+
+
+def test_native_code_with_nothing_to_save_is_ended_after_its_grace() -> None:
+    process = start("stuck")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert "interrupted" in err
+
+
+def test_nohup_is_respected() -> None:
+    process = start("free", "nohup")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+
+
+class Updates:
+    def updated(self, unit: int) -> bool:
+        return True
+
+    def wait_updated(self, unit: int) -> None:
+        pass
+
+
+def test_a_long_step_is_given_up_between_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = StopFlag()
+    updates = PolledUpdates(Updates(), stop=stop)
+    assert updates.updated(0)
+    stop.request(signal.SIGINT)
+    assert updates.updated(0), "the step has its time first"
+    monkeypatch.setattr(signals, "STEP_GRACE_S", -1.0)
+    with pytest.raises(Interrupted):
+        updates.updated(0)
+    with pytest.raises(Interrupted):
+        updates.wait_updated(0)
+
+
+def test_the_first_signal_names_the_exit_code() -> None:
+    stop = StopFlag()
+    stop.check()
+    stop.request(signal.SIGHUP)
+    stop.request(signal.SIGINT)
+    with pytest.raises(Interrupted) as caught:
+        stop.check()
+    assert caught.value.exit_code == 129
+
+
