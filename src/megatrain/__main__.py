@@ -1,0 +1,5 @@
+"""``python -m megatrain``."""
+
+from megatrain.cli.main import main
+
+main()
