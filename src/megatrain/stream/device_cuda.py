@@ -1,0 +1,146 @@
+"""The CUDA device: real streams and events, a hard ceiling on memory, page-locked uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatrain.errors import DeviceError, DoesNotFit
+from megatrain.stream.device import Event, Rng, StreamName
+from megatrain.units import format_size
+
+
+class CudaRng:
+    """The default generator of one CUDA device; its state lives on the host, so reading it does not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def get(self) -> object:
+        return torch.cuda.get_rng_state(self._device)
+
+    def set(self, state: object) -> None:
+        assert isinstance(state, Tensor)
+        torch.cuda.set_rng_state(state, self._device)
+
+    def seed(self, value: int) -> None:
+        # Not torch.manual_seed: modules may draw on the CPU generator for other purposes (shuffling).
+        with torch.cuda.device(self._device):
+            torch.cuda.manual_seed(value)
+
+
+def open_cuda(index: int) -> torch.device:
+    """The CUDA device `index` with its context created. Raises DeviceError if there is none that works."""
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "no usable CUDA device",
+            where="memory.device",
+            hint="check `nvidia-smi` and that this PyTorch is a CUDA build, or set memory.device: cpu",
+        )
+    if index >= torch.cuda.device_count():
+        raise DeviceError(
+            f"there is no cuda:{index}; found {torch.cuda.device_count()} CUDA devices", where="memory.device"
+        )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        raise DeviceError(f"cuda:{index} cannot be used: {error}", where="memory.device") from error
+    return device
+
+
+def vram_free_bytes(device: torch.device) -> tuple[int, int]:
+    """(bytes this process could still take, bytes taken on the device by contexts and other processes)."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return free + reserved, total - free - reserved
+
+
+class CudaDevice:
+    """One CUDA device. The compute stream is PyTorch's current stream; the two copy streams are its own."""
+
+    def __init__(self, device: torch.device, *, ceiling_bytes: int | None) -> None:
+        """`ceiling_bytes`: what this process may take of the device's memory, its context included.
+
+        Raises DoesNotFit if the context alone is larger.
+        """
+        self.torch_device = device
+        self.rng: Rng = CudaRng(device)
+        self._streams = {
+            StreamName.COMPUTE: torch.cuda.current_stream(device),
+            StreamName.FETCH: torch.cuda.Stream(device),
+            StreamName.SEND: torch.cuda.Stream(device),
+        }
+        _, self.context_bytes = vram_free_bytes(device)
+        if ceiling_bytes is not None:
+            total = torch.cuda.get_device_properties(device).total_memory
+            rest = ceiling_bytes - self.context_bytes
+            if rest <= 0:
+                raise DoesNotFit(
+                    f"memory.vram {format_size(ceiling_bytes)} is less than the CUDA context itself "
+                    f"({format_size(self.context_bytes)})",
+                    where="memory.vram",
+                    hint="raise memory.vram",
+                )
+            torch.cuda.set_per_process_memory_fraction(min(1.0, rest / total), device)
+
+    def event(self, fact: str) -> Event:
+        return torch.cuda.Event()
+
+    def record(self, event: Event, *, on: StreamName) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        event.record(self._streams[on])
+
+    def wait(self, event: Event, *, on: StreamName, keeps: str) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        self._streams[on].wait_event(event)
+
+    def host_wait(self, event: Event, *, keeps: str) -> None:
+        assert isinstance(event, torch.cuda.Event)
+        event.synchronize()
+
+    def copy(self, target: Tensor, *, source: Tensor, on: StreamName, reads: str, writes: str) -> None:
+        with torch.cuda.stream(self._streams[on]):
+            target.copy_(source, non_blocking=True)
+
+    def touch(self, what: str, *, on: StreamName, reads: Sequence[str] = (), writes: Sequence[str] = ()) -> None:
+        pass
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        # pin_memory takes from PyTorch's caching host allocator: page-locked once, reused every step
+        return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def buffer(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.zeros(numel, dtype=dtype, device=self.torch_device)
+        except torch.OutOfMemoryError as error:
+            raise DoesNotFit(
+                f"a buffer of {format_size(numel * dtype.itemsize)} does not fit on {self.torch_device}",
+                hint="raise memory.vram, or lower memory.slots or memory.micro_batch",
+            ) from error
+
+    def host_buffer(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype).pin_memory()
+
+    def mark(self, *, on: StreamName) -> Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._streams[on])
+        return event
+
+    def elapsed_s(self, start: Event, *, end: Event) -> float:
+        assert isinstance(start, torch.cuda.Event)
+        assert isinstance(end, torch.cuda.Event)
+        return float(start.elapsed_time(end)) / 1e3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def memory_peak_bytes(self) -> int:
+        """Peak of what this process held on the device: PyTorch's pool and the CUDA context."""
+        return int(torch.cuda.max_memory_reserved(self.torch_device)) + self.context_bytes
+
+    def reset_memory_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)

@@ -1,0 +1,346 @@
+"""The one interpreter of a step: CPU or CUDA, training or evaluation.
+
+It enqueues the operations of a plan (stream/schedule.py) in order and never waits for the device inside a
+step. The numbers of the step (loss, norm) come back in one page-locked block that `StepOutput.result` waits for.
+
+Letters: M micro-batches of a step; a micro-batch's hidden states are [B, S, D] for most models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatrain.host.store import HostStore
+from megatrain.model.batch import MicroBatch
+from megatrain.stream.activations import ActivationStore, DeviceActivations, HostActivations
+from megatrain.stream.device import Device, Event, StreamName
+from megatrain.stream.grads import GradientRing, GradientSum
+from megatrain.stream.ring import Updates, WeightRing
+from megatrain.stream.schedule import Do, Op, StepShape, check, plan_step
+
+if TYPE_CHECKING:
+    from megatrain.model.passes import Pass
+    from megatrain.model.streamed import StreamedModel
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that the executor allocates for; the memory plan decides them."""
+
+    micro_batches: int  # most micro-batches of one step
+    slots: int
+    grad_buffers: int
+    load_buffers: int  # 0: activations stay on the device
+    head_chunk: int  # tokens of logits alive at once
+    input_bytes: int  # of one micro-batch's stored input, at most
+
+
+@dataclass(frozen=True)
+class HomeGradient:
+    """The gradient of one unit on its way to the host slab."""
+
+    unit: int
+    wait: Callable[[], None]  # returns when the slab is complete
+    touched: tuple[bool, ...]  # per parameter: whether it got a gradient this step
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a step computed, read back once."""
+
+    loss: float  # mean cross-entropy over the step's supervised tokens
+    aux_loss: float | None  # router loss before its coefficient
+    grad_norm: float  # global 2-norm of the summed gradient, before clipping
+    exposed_transfer_s: float  # compute stood still for a copy
+    exposed_optimizer_s: float  # compute stood still for an update
+
+    @property
+    def finite(self) -> bool:
+        total = self.loss + self.grad_norm + (self.aux_loss or 0.0)
+        return total - total == 0.0
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A step that is enqueued: its gradients in the order of the update, and its numbers."""
+
+    gradients: tuple[HomeGradient, ...]
+    result: Callable[[], StepNumbers]  # waits for the device
+
+
+class _Step:
+    """What one run of a plan holds: a pass, its current hidden state and gradient per micro-batch."""
+
+    def __init__(self, batches: Sequence[MicroBatch], *, denominator: int) -> None:
+        self.batches = tuple(batches)
+        self.denominator = denominator
+        self.passes: list[Pass] = []
+        self.hidden: list[Tensor | None] = []
+        self.gradient: list[Tensor | None] = [None] * len(batches)
+        self.losses: list[Tensor] = []
+        self.aux: Tensor | None = None
+        self.norms: dict[int, Tensor] = {}
+        self.home: dict[int, HomeGradient] = {}
+        self.stalls: list[tuple[Event, Event, float]] = []  # around an acquire; host seconds spent on the optimizer
+
+
+class StreamingExecutor:
+    """Runs micro-batches through a model whose layers live in the host store."""
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        *,
+        store: HostStore,
+        device: Device,
+        geometry: Geometry,
+        updates: Updates,
+        poison: bool = False,
+    ) -> None:
+        """Allocates everything a step needs. `poison`: fill slots with NaN on release (tests)."""
+        self._model, self._store, self._device, self._geometry = model, store, device, geometry
+        self._ring = WeightRing(store, device=device, slots=geometry.slots, updates=updates, poison=poison)
+        largest = max(layer.unit.layout.param_bytes for layer in store.layers)
+        self._gradients = GradientRing(device, buffers=geometry.grad_buffers, buffer_bytes=largest)
+        self._sums = self._allocate_sums()
+        self._activations = self._allocate_activations()
+        self._numbers = device.host_buffer(3, dtype=torch.float32)
+        self._tail = store.tail.unit.index
+        model.outer_buffers_to(device.torch_device)
+        stem, tail = store.stem.unit.layout, store.tail.unit.layout
+        model.bind_outer(stem=stem.views(self._ring.block_of(0)), tail=tail.views(self._ring.block_of(self._tail)))
+        self._plan = cache(self._make_plan)
+
+    def _allocate_sums(self) -> dict[int, GradientSum]:
+        """One fp32 block for the layers, one for the tail; the stem's own only where both live at once."""
+        layer_flat = self._device.buffer(max(x.unit.layout.elems for x in self._store.layers), dtype=torch.float32)
+        stem, tail, anatomy = self._store.stem, self._store.tail, self._model.anatomy
+        apart = anatomy.stem_in_tail or anatomy.stem_in_layers
+        sizes = (stem.unit.layout.elems, tail.unit.layout.elems)
+        tail_flat = self._device.buffer(sizes[1] if apart else max(sizes), dtype=torch.float32)
+        stem_flat = self._device.buffer(sizes[0], dtype=torch.float32) if apart else tail_flat
+        sums = {x.unit.index: GradientSum(x, flat=layer_flat) for x in self._store.layers}
+        sums[stem.unit.index] = GradientSum(stem, flat=stem_flat)
+        sums[tail.unit.index] = GradientSum(tail, flat=tail_flat)
+        return sums
+
+    def _allocate_activations(self) -> ActivationStore:
+        geometry = self._geometry
+        if not geometry.load_buffers:
+            return DeviceActivations()
+        rows = {
+            (layer.unit.index, m): self._store.arena.take(geometry.input_bytes, pinned=True)
+            for layer in self._store.layers
+            for m in range(geometry.micro_batches)
+        }
+        return HostActivations(self._device, rows=rows, places=geometry.load_buffers)
+
+    def _make_plan(self, micro_batches: int, train: bool) -> tuple[Op, ...]:
+        shape = StepShape(
+            layers=len(self._store.layers),
+            micro_batches=micro_batches,
+            slots=self._geometry.slots,
+            load_buffers=self._geometry.load_buffers,
+            train=train,
+        )
+        plan = plan_step(shape)
+        check(plan, shape)
+        return plan
+
+    # -- the two things it can do -------------------------------------------------------------------------
+
+    def train_step(self, batches: Sequence[MicroBatch], *, seed: int) -> StepOutput:
+        """Enqueue forward, loss and backward of one step. `seed` fixes dropout."""
+        if len(batches) > self._geometry.micro_batches:
+            raise ValueError(f"{len(batches)} micro-batches; planned for {self._geometry.micro_batches}")
+        self._device.rng.seed(seed)
+        step = _Step(batches, denominator=sum(b.supervised for b in batches))
+        self._ring.blocked_s = 0.0
+        if self._model.anatomy.stem_in_tail or self._model.anatomy.stem_in_layers:
+            self._sums[0].open()
+        self._run(self._plan(len(batches), True), step)
+        ready = self._send_numbers(step)
+        order = sorted(step.home)
+        return StepOutput(tuple(step.home[u] for u in order), partial(self._read_numbers, step, ready))
+
+    def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
+        """(summed cross-entropy, supervised tokens) of any number of micro-batches, without dropout."""
+        total, width = 0.0, self._geometry.micro_batches
+        for first in range(0, len(batches), width):
+            group = batches[first : first + width]
+            step = _Step(group, denominator=1)
+            self._run(self._plan(len(group), False), step)
+            total += float(torch.stack(step.losses).sum(dtype=torch.float64))
+        return total, sum(b.supervised for b in batches)
+
+    def _run(self, plan: Sequence[Op], step: _Step) -> None:
+        training = any(op.do is Do.BACKWARD for op in plan)
+        for op in plan:
+            self._ring.start_updated()
+            m = op.micro_batch or 0
+            match op.do:
+                case Do.FETCH:
+                    self._ring.prefetch(op.unit)
+                case Do.FREE:
+                    self._ring.release(op.unit)
+                case Do.EMBED:
+                    self._embed(step, m, training=training)
+                case Do.SAVE:
+                    self._activations.save((op.unit, m), self._hidden(step, m))
+                case Do.FORWARD:
+                    self._forward(step, op.unit, m, keep=training and not self._geometry.load_buffers)
+                case Do.AUX:
+                    step.aux = self._model.aux_loss(step.passes, grad=training)
+                case Do.LOSS:
+                    self._loss(step, m, training=training)
+                case Do.LOAD:
+                    self._activations.load((op.unit, m))
+                case Do.BACKWARD:
+                    self._backward(step, op.unit, m)
+                case Do.UNEMBED:
+                    self._unembed(step, m)
+                case Do.OFFLOAD:
+                    self._offload(step, op.unit)
+
+    def _upload(self, batch: MicroBatch) -> MicroBatch:
+        move = self._device.upload
+        return replace(
+            batch,
+            input_ids=move(batch.input_ids),
+            labels=move(batch.labels),
+            position_ids=None if batch.position_ids is None else move(batch.position_ids),
+            attention_mask=None if batch.attention_mask is None else move(batch.attention_mask),
+        )
+
+    # -- operations ---------------------------------------------------------------------------------------
+
+    def _acquire(self, step: _Step, unit: int) -> dict[str, Tensor]:
+        slot = self._ring.holder(unit)
+        if slot.in_use:
+            return slot.views(unit, self._store)
+        before, blocked = self._device.mark(on=StreamName.COMPUTE), self._ring.blocked_s
+        weights = self._ring.acquire(unit)
+        after = self._device.mark(on=StreamName.COMPUTE)
+        step.stalls.append((before, after, self._ring.blocked_s - blocked))
+        return weights
+
+    @staticmethod
+    def _hidden(step: _Step, m: int) -> Tensor:
+        hidden = step.hidden[m]
+        assert hidden is not None
+        return hidden
+
+    def _embed(self, step: _Step, m: int, *, training: bool) -> None:
+        self._acquire(step, 0)
+        self._device.touch(f"embed({m})", on=StreamName.COMPUTE, reads=("stem",), writes=(f"hidden{(1, m)}",))
+        one = self._model.begin(self._upload(step.batches[m]), grad=training)
+        step.passes.append(one)
+        step.hidden.append(one.hidden.contiguous())
+        self._activations.computed((1, m))
+
+    def _forward(self, step: _Step, unit: int, m: int, *, keep: bool) -> None:
+        weights = self._acquire(step, unit)
+        hidden = self._hidden(step, m)
+        if keep:
+            self._activations.save((unit, m), hidden)
+        self._device.touch(
+            f"forward({unit},{m})",
+            on=StreamName.COMPUTE,
+            reads=(self._ring.holder(unit).name, f"hidden{(unit, m)}"),
+            writes=(f"hidden{(unit + 1, m)}",),
+        )
+        step.hidden[m] = step.passes[m].forward(unit - 1, weights, hidden).contiguous()
+        self._activations.computed((unit + 1, m))
+
+    def _loss(self, step: _Step, m: int, *, training: bool) -> None:
+        self._acquire(step, self._tail)
+        if training and m == 0:
+            self._sums[self._tail].open()
+        self._device.touch(f"loss({m})", on=StreamName.COMPUTE, reads=("tail", "stem", f"hidden{(self._tail, m)}"))
+        result = step.passes[m].tail(
+            self._hidden(step, m),
+            denominator=step.denominator,
+            chunk=self._geometry.head_chunk,
+            grad=training,
+            accumulate=self._accumulate,
+        )
+        step.losses.append(result.loss)
+        step.hidden[m], step.gradient[m] = None, result.hidden_grad
+
+    def _backward(self, step: _Step, unit: int, m: int) -> None:
+        weights = self._acquire(step, unit)
+        total = self._sums[unit]
+        if m == 0:
+            total.open()
+        gradient = step.gradient[m]
+        assert gradient is not None
+        self._device.touch(f"backward({unit},{m})", on=StreamName.COMPUTE, reads=(self._ring.holder(unit).name,))
+        step.gradient[m], own = step.passes[m].backward(
+            unit - 1, weights, self._activations.take((unit, m)), gradient, accumulate=self._accumulate
+        )
+        self._activations.drop((unit, m))
+        for entry, value in zip(total.unit.unit.layout.params, own, strict=True):
+            if value is not None:
+                total.add(entry.name, value)
+
+    def _unembed(self, step: _Step, m: int) -> None:
+        anatomy = self._model.anatomy
+        if m == 0 and not (anatomy.stem_in_tail or anatomy.stem_in_layers):
+            self._sums[0].open()
+        gradient = step.gradient[m]
+        assert gradient is not None
+        self._device.touch(f"unembed({m})", on=StreamName.COMPUTE, reads=("stem",))
+        step.passes[m].finish(gradient, accumulate=self._accumulate)
+        step.gradient[m] = None
+
+    def _accumulate(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient of an outer tensor, named "stem:..." or "tail:..."."""
+        part, _, entry = name.partition(":")
+        self._sums[0 if part == "stem" else self._tail].add(entry, gradient)
+
+    def _offload(self, step: _Step, unit: int) -> None:
+        total = self._sums[unit]
+        step.norms[unit] = total.norms()
+        complete = self._gradients.offload(total)
+        wait = partial(self._device.host_wait, complete, keeps="no update before the gradient is home")
+        step.home[unit] = HomeGradient(unit, wait, total.touched)
+
+    # -- numbers ------------------------------------------------------------------------------------------
+
+    def _send_numbers(self, step: _Step) -> Event:
+        """Enqueue loss, norm and router loss into the page-locked block; the event says it is there."""
+        norm = torch.linalg.vector_norm(torch.cat([step.norms[u] for u in sorted(step.norms)]))
+        loss = step.losses[0]
+        for more in step.losses[1:]:  # in the order of the micro-batches, as a resident run sums them
+            loss = loss + more
+        aux = torch.zeros_like(norm) if step.aux is None else step.aux.to(norm.dtype)
+        numbers = torch.stack([loss.to(norm.dtype), norm, aux])
+        home = self._device.event("numbers.home")
+        # On the compute stream, so that they do not queue behind the last gradients on their way home.
+        self._device.copy(self._numbers, source=numbers, on=StreamName.COMPUTE, reads="sums", writes="numbers on host")
+        self._device.record(home, on=StreamName.COMPUTE)
+        step.passes.clear()
+        return home
+
+    def _read_numbers(self, step: _Step, home: Event) -> StepNumbers:
+        self._device.host_wait(home, keeps="no read before it is home")
+        self._device.touch("read numbers", on=StreamName.HOST, reads=("numbers on host",))
+        loss, norm, aux = self._numbers.tolist()
+        optimizer = transfer = 0.0
+        for before, after, blocked in step.stalls:
+            stalled = self._device.elapsed_s(before, end=after)
+            optimizer += min(stalled, blocked)
+            transfer += max(0.0, stalled - blocked)
+        return StepNumbers(
+            loss=loss,
+            aux_loss=None if step.aux is None else aux,
+            grad_norm=norm,
+            exposed_transfer_s=transfer,
+            exposed_optimizer_s=optimizer,
+        )

@@ -1,0 +1,147 @@
+"""The product's rings, stores, worker and executor on the timeline: no race, and every wait earns its place."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from timeline import Race, TimelineDevice, TimelineUpdates
+from toy import B, D, S, ToyModel, toy_batches
+
+from megatrain.host.arena import footprint
+from megatrain.host.store import HostStore
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.worker import OptimizerWorker, UnitGradient
+from megatrain.stream.device import StreamName
+from megatrain.stream.executor import Geometry, StreamingExecutor
+
+STEPS = 2
+INPUT_BYTES = B * S * D * 4
+
+
+@dataclass(frozen=True)
+class Case:
+    layers: int
+    micro_batches: int
+    slots: int
+    grad_buffers: int
+    load_buffers: int
+    tied: bool
+    behind: bool  # the optimizer lags: every update is waited for instead of being seen done
+
+
+def cases() -> list[Case]:
+    every = itertools.product((1, 2, 3, 5), (1, 2, 3), (2, 3), (1, 2), (0, 1, 2), (False, True), (False, True))
+    return [Case(*values) for values in every]
+
+
+def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[float], torch.Tensor]:
+    """Two steps with optimizer; the device, the losses, and all weights at the end."""
+    device = TimelineDevice(skip=skip)
+    model = ToyModel(case.layers, tied=case.tied)
+    rows = case.layers * case.micro_batches * footprint(INPUT_BYTES, pinned=True)
+    store = HostStore.allocate(model.anatomy, pin=False, threads=1, extra_pinned_bytes=rows)
+    for host in store.units:
+        for entry in host.unit.layout.params:
+            generator = torch.Generator().manual_seed(hash((host.unit.index, entry.name)) % 1000)
+            host.set_master(entry, torch.rand(entry.shape, generator=generator) - 0.5)
+    updates = TimelineUpdates(device, units=len(store.units), behind=lambda unit: case.behind)
+
+    def before(unit: int) -> None:
+        device.touch(f"update({unit})", on=StreamName.HOST, reads=(f"slab{unit}",), writes=(f"host{unit}",))
+
+    optimizer = AdamW(
+        store, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, decay_all=False, never_decay=frozenset(), kernel=None
+    )
+    worker = OptimizerWorker(optimizer, store=store, synchronous=True, before_unit=before, after_unit=updates.finished)
+    geometry = Geometry(
+        case.micro_batches, case.slots, case.grad_buffers, case.load_buffers, head_chunk=64, input_bytes=INPUT_BYTES
+    )
+    executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=updates, poison=True)
+    losses = []
+    for step in range(STEPS):
+        out = executor.train_step(toy_batches(case.micro_batches, seed=step), seed=step)
+        numbers = out.result()
+        losses.append(numbers.loss)
+        gradients = [UnitGradient(g.unit, g.wait, g.touched) for g in out.gradients]
+        with device.thread("optimizer"):
+            worker.submit(step + 1, gradients, lr=0.1, clip=1.0)
+    weights = torch.cat([host.hi.clone() for host in store.units])
+    store.close()
+    return device, losses, weights
+
+
+def test_no_race_and_no_number_moves() -> None:
+    results: dict[tuple[int, int, bool], tuple[list[float], torch.Tensor]] = {}
+    checked = 0
+    for case in cases():
+        device, losses, weights = run(case)
+        checked += len(device.waits)
+        first = results.setdefault((case.layers, case.micro_batches, case.tied), (losses, weights))
+        assert losses == first[0], case
+        assert torch.equal(weights, first[1]), case
+    assert len(results) == 24
+    assert checked > 10_000
+
+
+def classify(case: Case) -> list[tuple[str, str]]:
+    """(invariant, killed | vacuous | alive) of every wait of the case, each dropped in a run of its own."""
+    verdicts = []
+    for wait in run(case)[0].waits:
+        if wait.vacuous:
+            verdicts.append((wait.keeps, "vacuous"))
+            continue
+        try:
+            run(case, skip=wait.number)
+        except Race:
+            verdicts.append((wait.keeps, "killed"))
+        else:
+            verdicts.append((wait.keeps, "alive"))
+    return verdicts
+
+
+def _mutate(chosen: list[Case], record: Callable[[str, object], None]) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for case in chosen:
+        verdicts = classify(case)
+        assert not [v for v in verdicts if v[1] == "alive"], (case, [v for v in verdicts if v[1] == "alive"])
+        counts.update(verdicts)
+    for (keeps, verdict), count in sorted(counts.items()):
+        record(f"{keeps}: {verdict}", count)
+    return counts
+
+
+INVARIANTS = {
+    "no fetch before update",
+    "no overwrite before release",
+    "no read before load",
+    "no refill before offload",
+    "no offload before fill",
+    "no send before it is computed",
+    "no reuse before it is sent",
+    "no load before it is sent",
+    "no read before it is home",
+    "no update before the gradient is home",
+}
+
+
+def test_every_wait_matters(record_property: Callable[[str, object], None]) -> None:
+    chosen = [
+        Case(3, 2, 2, 1, 2, False, False),
+        Case(3, 2, 2, 2, 1, True, True),
+        Case(2, 3, 3, 2, 0, False, True),
+        Case(5, 1, 2, 2, 2, False, False),
+    ]
+    counts = _mutate(chosen, record_property)
+    assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS
+
+
+@pytest.mark.slow
+def test_every_wait_of_every_shape(record_property: Callable[[str, object], None]) -> None:
+    counts = _mutate([c for c in cases() if c.layers < 5], record_property)
+    assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS
+    assert sum(counts.values()) > 10_000

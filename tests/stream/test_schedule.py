@@ -1,0 +1,81 @@
+"""The step as data: readable orders, bounded residency, and plans that are refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatrain.stream.schedule import Do, Op, PlanError, StepShape, check, plan_step, show
+
+
+def shape(
+    layers: int = 3, micro_batches: int = 1, slots: int = 2, load_buffers: int = 0, train: bool = True
+) -> StepShape:
+    return StepShape(layers, micro_batches, slots, load_buffers, train)
+
+
+def test_a_step_reads_like_a_story() -> None:
+    s = shape()
+    assert show(plan_step(s), s).split() == [
+        "stem.fetch", "0.fetch", "1.fetch", "stem.embed.0", "0.fwd.0",
+        "0.free", "2.fetch", "tail.fetch", "1.fwd.0", "2.fwd.0",
+        "tail.aux", "tail.loss.0", "tail.off", "tail.free", "2.bwd.0", "2.off",
+        "2.free", "0.fetch", "1.bwd.0", "1.off", "0.bwd.0", "0.off", "stem.unembed.0", "stem.off", "stem.free",
+        "1.free", "0.free",
+    ]  # fmt: skip
+
+
+def test_stored_inputs_come_back_ahead_of_the_backward() -> None:
+    s = shape(layers=2, micro_batches=2, load_buffers=2)
+    plan = show(plan_step(s), s)
+    assert "0.save.0 0.fwd.0 0.save.1 0.fwd.1" in plan
+    assert "1.load.0 1.load.1 tail.loss.0" in plan
+    assert "1.bwd.0 0.load.0 1.bwd.1" in plan
+
+
+def test_evaluation_is_the_same_forward_and_nothing_else() -> None:
+    s = shape(train=False)
+    assert not {op.do for op in plan_step(s)} & {Do.BACKWARD, Do.OFFLOAD, Do.SAVE, Do.UNEMBED}
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_every_small_shape_keeps_its_bounds(train: bool) -> None:
+    for layers, m, slots, loads in itertools.product(range(1, 8), range(1, 4), range(2, 5), range(3)):
+        s = StepShape(layers, m, slots, loads, train)
+        plan = plan_step(s)
+        check(plan, s)
+        fetches = [op.unit for op in plan if op.do is Do.FETCH and op.unit not in (0, s.tail)]
+        # forward fetches every layer once; backward only those that are no longer in a slot at the turn
+        assert len(fetches) == layers + (max(0, layers - slots) if train else 0), (s, show(plan, s))
+        assert sum(op.do is Do.BACKWARD for op in plan) == (layers * m if train else 0)
+
+
+def test_prefetch_runs_ahead_of_compute_in_both_directions() -> None:
+    s = shape(layers=6, micro_batches=2, slots=2)
+    plan = plan_step(s)
+    at = {(op.do, op.unit, op.micro_batch): i for i, op in reversed(list(enumerate(plan)))}
+    fetched_again = [i for i, op in enumerate(plan) if op.do is Do.FETCH and i > at[Do.LOSS, s.tail, 0]]
+    for unit in range(2, 7):  # layer u is on its way before layer u - 1 runs its first micro-batch
+        assert at[Do.FETCH, unit, None] < at[Do.FORWARD, unit - 1, 0]
+    for i in fetched_again:
+        assert plan[i].unit < 5
+        assert i < at[Do.BACKWARD, plan[i].unit + 1, 0]
+
+
+def test_faulty_plans_are_refused_with_the_operation_marked() -> None:
+    s = shape()
+    plan = list(plan_step(s))
+    without_fetch = [op for op in plan if op != Op(Do.FETCH, 2)]
+    with pytest.raises(PlanError, match=r">>1\.fwd\.0<<"):
+        check(without_fetch, s)
+    without_free = [op for op in plan if op != Op(Do.FREE, 1)]
+    with pytest.raises(PlanError, match="resident"):
+        check(without_free, s)
+    with pytest.raises(PlanError, match="left over"):
+        check(plan[:-1], s)
+
+
+def test_one_slot_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        plan_step(shape(slots=1))

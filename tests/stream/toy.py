@@ -1,0 +1,115 @@
+"""A model small enough to see through, with the interface that the executor uses.
+
+embedding [V, D] (stem), L layers y = x + x * w (w: [D]), head [V, D] (tail, or the embedding when tied).
+Letters: V vocabulary, D hidden size, B rows, S positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatrain.model.anatomy import Anatomy, Unit
+from megatrain.model.batch import IGNORE, MicroBatch
+from megatrain.model.layout import FlatLayout, TensorSpec
+
+V, D, B, S = 11, 4, 2, 5
+
+
+def toy_anatomy(layers: int, *, tied: bool, dtype: torch.dtype = torch.float32) -> Anatomy:
+    def unit(index: int, name: str, *specs: tuple[str, tuple[int, ...]]) -> Unit:
+        layout = FlatLayout.of(TensorSpec(n, shape, dtype, True) for n, shape in specs)
+        return Unit(index, name, layout, {n: (n,) for n, _ in specs}, frozenset())
+
+    stem = unit(0, "stem", ("embed", (V, D)))
+    middle = tuple(unit(i + 1, f"layer {i}", ("w", (D,))) for i in range(layers))
+    tail = unit(layers + 1, "tail", ("norm", (D,)), *([] if tied else [("head", (V, D))]))
+    return Anatomy(stem, middle, tail, (0,) * layers, tied, False)
+
+
+@dataclass(frozen=True)
+class ToyTail:
+    loss: Tensor
+    hidden_grad: Tensor | None
+
+
+class ToyPass:
+    def __init__(self, model: ToyModel, batch: MicroBatch, *, grad: bool) -> None:
+        self._model, self._batch = model, batch
+        with torch.set_grad_enabled(grad):
+            self._graph = model.stem["embed"][batch.input_ids]
+        self.hidden = self._graph.detach()
+
+    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        return hidden + hidden * weights["w"]
+
+    def backward(
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor,
+        grad: Tensor,
+        *,
+        accumulate: Callable[[str, Tensor], None],
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        x, w = hidden.detach().requires_grad_(), weights["w"].detach().requires_grad_()
+        with torch.enable_grad():
+            y = x + x * w
+        gx, gw = torch.autograd.grad(y, (x, w), grad)
+        return gx, (gw,)
+
+    def tail(
+        self, hidden: Tensor, *, denominator: int, chunk: int, grad: bool, accumulate: Callable[[str, Tensor], None]
+    ) -> ToyTail:
+        model = self._model
+        name = "stem:embed" if model.anatomy.stem_in_tail else "tail:head"
+        x = hidden.detach().requires_grad_()
+        norm = model.tail["norm"].detach().requires_grad_()
+        head = (model.stem["embed"] if model.anatomy.stem_in_tail else model.tail["head"]).detach().requires_grad_()
+        with torch.enable_grad():
+            logits = (x * norm) @ head.T
+            target = torch.nn.functional.pad(self._batch.labels[:, 1:], (0, 1), value=IGNORE)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+            loss = loss / denominator
+        if not grad:
+            return ToyTail(loss.detach(), None)
+        gx, gn, gh = torch.autograd.grad(loss, (x, norm, head))
+        accumulate("tail:norm", gn)
+        accumulate(name, gh)
+        return ToyTail(loss.detach(), gx)
+
+    def finish(self, grad: Tensor, *, accumulate: Callable[[str, Tensor], None]) -> None:
+        (g,) = torch.autograd.grad(self._graph, (self._model.stem["embed"],), grad)
+        accumulate("stem:embed", g)
+
+
+class ToyModel:
+    def __init__(self, layers: int, *, tied: bool) -> None:
+        self.anatomy = toy_anatomy(layers, tied=tied)
+
+    def outer_buffers_to(self, device: torch.device) -> None:
+        pass
+
+    def bind_outer(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor]) -> None:
+        self.stem = {n: t.detach().requires_grad_() for n, t in stem.items()}
+        self.tail = dict(tail)
+
+    def begin(self, batch: MicroBatch, *, grad: bool) -> ToyPass:
+        return ToyPass(self, batch, grad=grad)
+
+    def aux_loss(self, passes: Sequence[ToyPass], *, grad: bool) -> Tensor | None:
+        return None
+
+
+def toy_batches(count: int, *, seed: int = 0) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for _ in range(count):
+        ids = torch.randint(0, V, (B, S), generator=generator)
+        labels = ids.clone()
+        labels[:, 0] = IGNORE
+        out.append(MicroBatch(ids, labels, None, None, B * S, B * (S - 1)))
+    return out
