@@ -1,4 +1,4 @@
-"""Everything below needs a CUDA device: it carries the `gpu` mark, and is skipped with its reason where there is none."""
+"""Everything below needs a CUDA device: it carries the `gpu` mark, and says so where there is none."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [item for item in items if HERE in item.path.parents]
     for item in here:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from itertools import pairwise
 import pytest
 
 from megatrain.errors import DoesNotFit
+from megatrain.model.sizes_types import ModelSizes, UnitSizes
 from megatrain.plan.accounting import MemoryPlan, host_bytes
 from megatrain.plan.hardware import DeviceMemory, HostMemory, Limit
 from megatrain.plan.memory import HOST_RESERVE, Limits, plan
-from megatrain.plan.sizes import ModelSizes, UnitSizes
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -183,8 +184,48 @@ def test_slots_hold_the_largest_layer_of_mixed_kinds() -> None:
 def test_a_large_vocabulary_gets_a_smaller_head_chunk() -> None:
     assert make(TINY).head_chunk == 4096
     wide = make(vram=24 * GIB)
-    assert wide.head_chunk * SEVEN_B.vocab_size * 16 <= 24 * GIB * 0.1
+    assert wide.head_chunk * SEVEN_B.vocab_size * 8 <= 24 * GIB * 0.1
     assert wide.head_chunk < 4096
+
+
+def test_the_executor_gets_what_it_allocates_for() -> None:
+    on_host = make(activations="host", micro_batch=4)
+    assert on_host.load_buffers == 2
+    assert on_host.input_bytes == 4 * 2048 * 7168
+    assert on_host.host["activations"] == 28 * 8 * on_host.input_bytes
+    assert make(activations="device").load_buffers == 0
+
+
+@pytest.mark.parametrize("machine", [limits(), limits(64 * GIB, vram=None)], ids=["gpu", "cpu"])
+def test_a_plan_survives_the_manifest(machine: Limits) -> None:
+    chosen = make(TINY, machine=machine)
+    assert MemoryPlan.from_dict(json.loads(json.dumps(chosen.to_dict()))) == chosen
+
+
+def test_a_head_of_its_own_lets_stem_and_tail_share_one_gradient_sum() -> None:
+    def sums(*, shared: bool) -> int:
+        chosen = plan(
+            SEVEN_B,
+            memory=Settings(),
+            batch_size=8,
+            seq_len=512,
+            packed=False,
+            limits=limits(),
+            stem_shared=shared,
+        )
+        return chosen.device["fp32 gradient sums"]
+
+    assert sums(shared=True) - sums(shared=False) == 4 * SEVEN_B.stem.elems
+    assert sums(shared=False) == 4 * (SEVEN_B.layers[0].elems + SEVEN_B.tail.elems)
+
+
+def test_a_micro_batch_within_one_chunk_pays_for_the_whole_softmax() -> None:
+    wide = model(hidden=64, layer=10_000, layers=2, vocab=100_000, saved=100, fp32=True)
+    whole = make(wide, batch=1, seq=1024)
+    assert whole.head_chunk == 4096
+    assert whole.device["one layer's backward or the head"] == 1024 * 100_000 * 16 + wide.tail.param_bytes
+    chunked = make(wide, batch=1, seq=8192)
+    assert chunked.device["one layer's backward or the head"] == 4096 * 100_000 * 8 + wide.tail.param_bytes
 
 
 def test_dense_masks_are_counted_where_rows_are_packed_or_padded() -> None:

@@ -1,27 +1,31 @@
 """Bytes by purpose: what the store, the rings and the executor allocate for a plan.
 
 Everything is a sum of sizes that those rooms allocate; nothing is fitted to measurements.
-
-Letters: T tokens of a step (batch_size x seq_len), t tokens of one micro-batch, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from megatrain.model.sizes_types import ModelSizes, UnitSizes
 from megatrain.plan.hardware import Limit
-from megatrain.plan.sizes import ModelSizes, UnitSizes
 
 HEAD_CHUNKS = (4096, 2048, 1024, 512, 256)
 """Tokens whose logits exist at once, best first."""
 HEAD_SHARE = 0.1
 """The share of the device that logits may take before a smaller chunk is preferred."""
-LOGIT_BYTES = 16
-"""Per logit at the peak: as computed and its gradient (4 each in fp32), in fp32, and one temporary."""
+CHUNK_LOGIT_BYTES = 8
+"""Per logit of a chunk at the peak: as computed, in fp32, and its gradient."""
+WHOLE_LOGIT_BYTES = 16
+"""Where one chunk takes all rows, the loss is computed as Hugging Face does, with log-softmax kept for the backward."""
 RECOMPUTE_FACTOR = 1.5
 """Backward of one layer: what autograd saved, and half as much again for gradients of its activations."""
-RING = 4
-"""Micro-batches of one layer's input in flight on the device when activations wait in host memory: 2 out, 2 in."""
+LOAD_BUFFERS = 2
+"""Inputs on their way back to the device when activations wait in host memory."""
+SENDS_IN_FLIGHT = 2
+"""Inputs on their way out, whose memory the device still holds."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class MemoryPlan:
     slots: int
     grad_buffers: int
     activations: str  # "device" | "host"
+    load_buffers: int  # inputs being read back at once; 0: activations stay on the device
+    input_bytes: int  # of one micro-batch's hidden states
     head_chunk: int  # tokens whose logits exist at once
     threads: int
     host: dict[str, int]
@@ -55,19 +61,39 @@ class MemoryPlan:
         on_device = self.device_limit is None or self.device_total <= self.device_limit.bytes
         return on_device and self.host_total <= self.host_limit.bytes
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as a checkpoint's manifest keeps them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MemoryPlan:
+        """The plan that `to_dict` described: a resumed run is cut as it was."""
+        limits = {key: None if values[key] is None else Limit(**values[key]) for key in ("host_limit", "device_limit")}
+        return cls(**{**values, **limits})
+
 
 def account(
-    chosen: MemoryPlan, *, sizes: ModelSizes, dense_masks: bool, context_bytes: int, process_bytes: int, reserve: int
+    chosen: MemoryPlan,
+    *,
+    sizes: ModelSizes,
+    stem_shared: bool,
+    dense_masks: bool,
+    context_bytes: int,
+    process_bytes: int,
+    reserve: int,
 ) -> MemoryPlan:
     """The plan with its head chunk and both tables filled in.
 
+    stem_shared: the tail or the layers read stem tensors too, so that its gradient sum lives beside theirs.
     dense_masks: the attention in use is given a mask of seq_len^2 bytes a row. context_bytes: 0 on the CPU.
     process_bytes: what the process holds before it allocates. reserve: left to the system.
     """
     room = chosen.device_limit.bytes if chosen.device_limit else chosen.host_limit.bytes
-    chunk = next((c for c in HEAD_CHUNKS if c * sizes.vocab_size * LOGIT_BYTES <= room * HEAD_SHARE), HEAD_CHUNKS[-1])
+    chunk = next(
+        (c for c in HEAD_CHUNKS if c * sizes.vocab_size * CHUNK_LOGIT_BYTES <= room * HEAD_SHARE), HEAD_CHUNKS[-1]
+    )
     chosen = replace(chosen, head_chunk=chunk)
-    device = _device_bytes(chosen, sizes=sizes)
+    device = _device_bytes(chosen, sizes=sizes, stem_shared=stem_shared)
     if dense_masks:
         device["attention masks"] = chosen.micro_batch * chosen.micro_batches * chosen.seq_len**2
     host = host_bytes(sizes)
@@ -92,32 +118,36 @@ def host_bytes(sizes: ModelSizes) -> dict[str, int]:
 
 
 def _activation_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
-    tokens = chosen.micro_batch * chosen.micro_batches * chosen.seq_len
-    return len(sizes.layers) * tokens * sizes.hidden_bytes_per_token
+    return len(sizes.layers) * chosen.micro_batches * chosen.input_bytes
 
 
-def _device_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> dict[str, int]:
-    outer = (sizes.stem, sizes.tail)
+def _device_bytes(chosen: MemoryPlan, *, sizes: ModelSizes, stem_shared: bool) -> dict[str, int]:
+    outer = (sizes.stem.elems, sizes.tail.elems)
     layer = _largest(sizes.layers)
-    micro_tokens = chosen.micro_batch * chosen.seq_len
-    step_tokens = micro_tokens * chosen.micro_batches
     waiting = (
         _activation_bytes(chosen, sizes=sizes)
         if chosen.activations == "device"
-        else RING * micro_tokens * sizes.hidden_bytes_per_token
+        else (chosen.load_buffers + SENDS_IN_FLIGHT) * chosen.input_bytes
     )
-    # a layer's recompute and the head's chunks never exist at the same time
-    recompute = int(RECOMPUTE_FACTOR * sizes.saved_bytes_per_token * micro_tokens) + layer.param_bytes
-    head = min(chosen.head_chunk, micro_tokens) * sizes.vocab_size * LOGIT_BYTES + max(u.param_bytes for u in outer)
     return {
         "weight slots": chosen.slots * layer.streamed_bytes,
-        "stem and tail": sum(u.streamed_bytes for u in outer),
-        "fp32 gradient sums": 4 * (layer.elems + sum(u.elems for u in outer)),
+        "stem and tail": sizes.stem.streamed_bytes + sizes.tail.streamed_bytes,
+        "fp32 gradient sums": 4 * (layer.elems + (sum(outer) if stem_shared else max(outer))),
         "gradient buffers": chosen.grad_buffers * layer.param_bytes,
-        "hidden states": 2 * step_tokens * sizes.hidden_bytes_per_token,
+        "hidden states": 2 * chosen.micro_batches * chosen.input_bytes,
         "activations": waiting,
-        "one layer's backward or the head": max(recompute, head),
+        "one layer's backward or the head": _transient_bytes(chosen, sizes=sizes, layer=layer),
     }
+
+
+def _transient_bytes(chosen: MemoryPlan, *, sizes: ModelSizes, layer: UnitSizes) -> int:
+    """A layer's recompute and the head's logits never exist at the same time."""
+    tokens = chosen.micro_batch * chosen.seq_len
+    backward = int(RECOMPUTE_FACTOR * sizes.saved_bytes_per_token * tokens) + layer.param_bytes
+    whole = tokens <= chosen.head_chunk
+    logits = tokens * WHOLE_LOGIT_BYTES if whole else chosen.head_chunk * CHUNK_LOGIT_BYTES
+    head = logits * sizes.vocab_size + max(sizes.stem.param_bytes, sizes.tail.param_bytes)
+    return max(backward, head)
 
 
 def _largest(layers: tuple[UnitSizes, ...]) -> UnitSizes:

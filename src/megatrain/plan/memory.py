@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatrain.errors import DoesNotFit
-from megatrain.plan.accounting import MemoryPlan, account
+from megatrain.model.sizes_types import ModelSizes
+from megatrain.plan.accounting import LOAD_BUFFERS, MemoryPlan, account
 from megatrain.plan.hardware import DeviceMemory, HostMemory, Limit
 from megatrain.plan.refusal import does_not_fit, gib
 from megatrain.plan.settings import MemorySettings
-from megatrain.plan.sizes import ModelSizes
+
+__all__ = ["Limits", "MemoryPlan", "plan"]
 
 GIB = 1 << 30
 USEFUL_TOKENS = 16_384
@@ -47,11 +49,13 @@ def plan(
     seq_len: int,
     packed: bool,
     limits: Limits,
+    stem_shared: bool = True,
     dense_masks: bool = True,
 ) -> MemoryPlan:
     """Choose the micro-batch and where activations wait. Raises DoesNotFit with the numbers and what to change.
 
-    batch_size: rows per step. seq_len: the longest row in tokens. dense_masks: the attention in use needs a
+    batch_size: rows per step. seq_len: the longest row in tokens. stem_shared: the tail or the layers
+    read tensors of the stem (a tied head). dense_masks: the attention in use needs a
     mask of seq_len^2 bytes for rows that are packed (several documents) or padded (several rows at once).
     """
     host_limit, device_limit = _ceilings(memory, limits)
@@ -65,6 +69,8 @@ def plan(
                 slots=2 if isinstance(memory.slots, str) else memory.slots,
                 grad_buffers=min(2, len(sizes.layers)),
                 activations=activations,
+                load_buffers=LOAD_BUFFERS if activations == "host" else 0,
+                input_bytes=micro_batch * seq_len * sizes.hidden_bytes_per_token,
                 head_chunk=0,
                 threads=limits.threads if isinstance(memory.threads, str) else memory.threads,
                 host={},
@@ -74,6 +80,7 @@ def plan(
                 on_cpu=limits.device is None,
             ),
             sizes=sizes,
+            stem_shared=stem_shared,
             dense_masks=dense_masks and (packed or micro_batch > 1),
             context_bytes=limits.context_bytes if limits.device is not None else 0,
             process_bytes=limits.host.process_bytes,
