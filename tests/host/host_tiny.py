@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from megatrain.host.store import HostStore
+from megatrain.host.weights import load_pretrained
 from megatrain.model.anatomy import Anatomy, Unit
 from megatrain.model.layout import FlatLayout, TensorSpec
 
@@ -62,3 +65,32 @@ def anatomy_of(model: Any, *, streamed: torch.dtype = torch.float32) -> Anatomy:
         for i, label in enumerate(labels)
     ]
     return Anatomy(units[0], tuple(units[1:-1]), units[-1], tuple(range(count)), True, False)
+
+
+def saved(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model of that config, saved to `folder` by transformers."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for tensor in model.parameters():  # every element its own, zeros and ones of norms too
+        tensor.data += 0.01 * torch.randn_like(tensor)
+    model.to(dtype).save_pretrained(folder)
+    return model
+
+
+def loaded(folder: Path, *, streamed: torch.dtype) -> tuple[HostStore, Any]:
+    """The store and meta model of a saved folder."""
+    config = AutoConfig.from_pretrained(folder)
+    model = meta_model(config, dtype=streamed)
+    store = HostStore.allocate(anatomy_of(model, streamed=streamed), pin=False, threads=1)
+    load_pretrained(store, source=folder, meta_model=model, threads=2)
+    return store, model
+
+
+def state_of(store: HostStore) -> dict[str, torch.Tensor]:
+    """Every parameter at full precision and every persistent buffer, by each of its names in the model."""
+    return {
+        name: unit.master(entry) if entry.trainable else unit.streamed(entry)
+        for unit in store.units
+        for entry in unit.unit.layout.entries
+        for name in unit.unit.full_names[entry.name]
+    }
