@@ -1,0 +1,95 @@
+"""What became of the rows of each source: the numbers behind `megatrain data` and every refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.data.records import Refusal, Tally
+from megatrain.errors import DataError
+
+_SHOWN = 5
+
+
+@dataclass
+class SourceAccount:
+    """One source. read = used + refused + long; truncated and split rows are among the used."""
+
+    path: str
+    role: str  # train | eval
+    format: str | None = None
+    weight: float = 1.0
+    read: int = 0
+    used: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    refused: Tally = field(default_factory=Tally)
+    long: Tally = field(default_factory=Tally)  # left out by long_rows: skip
+    truncated: Tally = field(default_factory=Tally)
+    split: Tally = field(default_factory=Tally)
+    tools_unprinted: Tally = field(default_factory=Tally)  # used, without their tool definitions
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = {key: getattr(self, key) for key in ("path", "role", "format", "weight", "read", "used")}
+        tallies = ("refused", "long", "truncated", "split", "tools_unprinted")
+        return {
+            **plain,
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised,
+            **{key: _tally(getattr(self, key)) for key in tallies},
+        }
+
+    def refusal(self) -> DataError:
+        """What to raise when refused rows are an error, or when nothing else is left."""
+        first = self.refused.first or self.long.first
+        if not self.used:
+            reason = f"; the first: {first[0]}" if first else ""
+            return DataError(
+                f"0 usable of {self.read} rows{reason}",
+                where=self.path,
+                hint="`megatrain data RECIPE` shows what becomes of each row"
+                if first
+                else "the source holds no rows",
+            )
+        shown = "".join(f"\n  {refusal}" for refusal in first[:_SHOWN])
+        more = f"\n  and {self.refused.count - _SHOWN} more" if self.refused.count > _SHOWN else ""
+        rows = "1 row" if self.refused.count == 1 else f"{self.refused.count} rows"
+        return DataError(
+            f"{rows} of the first {self.read} cannot be used{shown}{more}",
+            where=self.path,
+            hint="mend them, or leave such rows out with data.bad_rows: skip",
+        )
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Every source of train, then every source of eval."""
+
+    sources: tuple[SourceAccount, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"sources": [source.to_dict() for source in self.sources]}
+
+    def warnings(self) -> list[str]:
+        """One line for each thing that a user should know before training on it."""
+        lines = []
+        for source in self.sources:
+            for tally, text in (
+                (source.refused, "refused"),
+                (source.long, "left out as too long"),
+                (source.truncated, "truncated to max_seq_len"),
+                (source.split, "split at max_seq_len"),
+                (source.tools_unprinted, "used without their tools, which the chat template does not print"),
+            ):
+                if tally.count:
+                    rows = "1 row" if tally.count == 1 else f"{tally.count} rows"
+                    lines.append(f"{source.path}: {rows} {text}; the first: {tally.first[0]}")
+        return lines
+
+
+def _tally(tally: Tally) -> dict[str, Any]:
+    return {"count": tally.count, "rows": [_refusal(refusal) for refusal in tally.first]}
+
+
+def _refusal(refusal: Refusal) -> dict[str, Any]:
+    return {"file": refusal.file, "row": refusal.row, "line": refusal.line, "reason": refusal.reason}

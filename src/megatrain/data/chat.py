@@ -1,0 +1,163 @@
+"""From a conversation to the text that a chat template prints, with every message in it.
+
+A message that the template would drop is never lost silently: a system turn is folded into the first user
+turn (as ``system + blank line + user``), anything else makes the row a bad one, with its role named.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from megatrain.data.formats import Conversation
+from megatrain.data.messages import Message
+from megatrain.data.records import BadRow
+from megatrain.errors import DataError
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_PROBE = "megatrainprobe"
+# What a template written by somebody else raises on a row that it was not made for.
+_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a template writes an assistant's turn, seen on a conversation of two messages."""
+
+    generation_prompt: str | None  # what it prints before an answer; None: not to be told apart
+    ending: re.Pattern[str] | None  # what may follow an answer up to its end-of-turn token; None: no such token
+    closing: str  # that token, "" without one
+
+
+class ChatTemplate:
+    """A tokenizer's chat template."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        try:
+            self._source: str = tokenizer.get_chat_template()
+        except ValueError as error:
+            raise DataError(
+                "the data are conversations, but the tokenizer has no chat template",
+                where="tokenizer.chat_template",
+                hint="set tokenizer.chat_template to a .jinja file or to the template itself, "
+                "or give the data as prompt_completion or text",
+            ) from error
+        self._tokenizer = tokenizer
+        self.marks_turns = _GENERATION.search(self._source) is not None
+        self.prints_tools = re.search(r"\btools\b", self._source) is not None
+        self._printed: dict[tuple[object, ...], bool] = {}
+        self.manner = self._learn()
+
+    def text(
+        self, messages: Sequence[Message], *, tools: tuple[object, ...] = (), generation_prompt: bool = False
+    ) -> str:
+        """What the template prints, as it is. Raises BadRow if it cannot."""
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=False,
+            )
+        except _TEMPLATE_ERRORS as error:
+            raise BadRow(f"the chat template refuses it: {error}") from error
+        assert isinstance(text, str)
+        return text
+
+    def generation_spans(self, conversation: Conversation) -> list[tuple[int, int]]:
+        """The characters [start, end) inside ``{% generation %}`` blocks."""
+        _, spans = render_jinja_template(
+            [list(conversation.messages)],
+            tools=list(conversation.tools) or None,
+            chat_template=self._source,
+            return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
+        )
+        return [(start, end) for start, end in spans[0]]
+
+    def print(self, conversation: Conversation) -> tuple[Conversation, str]:
+        """The text with every message in it, and the conversation as it was printed. Raises BadRow."""
+        system = conversation.messages[0]["role"] == "system" and len(conversation.messages) > 1
+        try:
+            text = self.text(conversation.messages, tools=conversation.tools)
+            folded = system and not self._prints(conversation, number=0, text=text)
+        except BadRow:
+            if not system:
+                raise
+            folded = True
+        if folded:
+            conversation = _fold_system(conversation)
+            text = self.text(conversation.messages, tools=conversation.tools)
+        for number, message in enumerate(conversation.messages):
+            if not self._prints(conversation, number=number, text=text):
+                raise BadRow(f"the chat template does not print message {number + 1} (role {message['role']!r})")
+            for name in _called(message):
+                if name not in text:
+                    raise BadRow(f"the chat template does not print the tool call in message {number + 1}")
+        return conversation, text
+
+    def _prints(self, conversation: Conversation, *, number: int, text: str) -> bool:
+        """Whether a message that is not the assistant's is in the text, if need be in another form.
+
+        That the words are somewhere in the text proves nothing where they are short, so each kind of place
+        is tried once with a word of its own.
+        """
+        messages = conversation.messages
+        role = messages[number]["role"]
+        if role == "assistant":
+            return True
+        before = messages[number - 1]["role"] if number else None
+        place = (role, before, number == len(messages) - 1)
+        if self._printed.get(place) and str(messages[number]["content"]).strip() in text:
+            return True
+        probe = [*messages[:number], {**messages[number], "content": _PROBE}, *messages[number + 1 :]]
+        self._printed[place] = _PROBE in self.text(probe, tools=conversation.tools)
+        return self._printed[place]
+
+    def _learn(self) -> Manner:
+        question, answer = _PROBE + "q", _PROBE + "a"
+        probe: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        try:
+            whole = self.text(probe)
+            asked = self.text(probe[:1], generation_prompt=True)
+            plain = self.text(probe[:1])
+        except BadRow:
+            return Manner(None, None, "")
+        prompt = None
+        if asked != plain and asked.startswith(plain):
+            prompt = asked[len(plain) :]
+        elif whole.startswith(asked):  # always printed (Llama 3), or a part of the user's turn (Mistral)
+            prompt = asked.partition(question)[2] or None
+        rest = whole.partition(answer)[2]
+        tokens = _added_tokens(self._tokenizer)
+        found = re.search(tokens, rest)
+        if not found:
+            return Manner(prompt, None, "")
+        return Manner(prompt, re.compile(rf"(?:{re.escape(rest[: found.start()])}|\s*)(?:{tokens})"), found.group())
+
+
+def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> str:
+    """An expression for the tokens that a tokenizer never builds out of text, the longest first."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
+    return "|".join(re.escape(token) for token in sorted(added, key=lambda t: (-len(t), t)) if token.strip()) or r"\Z."
+
+
+def _fold_system(conversation: Conversation) -> Conversation:
+    system, *messages = conversation.messages
+    for number, message in enumerate(messages):
+        if message["role"] == "user":
+            messages[number] = {**message, "content": f"{system['content']}\n\n{message['content']}"}
+            return replace(conversation, messages=tuple(messages), prompt=max(conversation.prompt - 1, 0))
+    raise BadRow("the chat template has no system role, and there is no user turn to put it into")
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the functions that a message calls."""
+    calls = message.get("tool_calls")
+    functions = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]

@@ -1,0 +1,144 @@
+"""From what a recipe calls a source (file, glob, folder, hub id) to the files it means."""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.data.lines import read_json, read_jsonl, read_txt
+from megatrain.data.records import Record
+from megatrain.data.tables import read_arrow, read_csv, read_hub, read_parquet
+from megatrain.errors import DataError
+
+KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+_PACKED = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")  # may also end in .gz
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?\Z")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of a source are."""
+
+    files: tuple[Path, ...]  # empty: a data set of the hub
+    hub_id: str | None = None
+
+
+def locate(path: str, *, split: str) -> Place:
+    """The files of a source, in a fixed order.
+
+    `split` chooses among the files of a folder (by the words in their names, as on the hub) and among the
+    splits of a hub data set; a file or a glob that is named outright is taken as it is.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return Place(_of_folder(local, split=split))
+    if local.is_file():
+        return Place((_known(local),))
+    if glob.has_magic(path):
+        found = sorted(p for p in map(Path, glob.glob(str(local), recursive=True)) if p.is_file())
+        if not found:
+            raise DataError("no file matches", where=path, hint="relative paths count from the current directory")
+        return Place(tuple(_known(p) for p in found))
+    if _suffix(local) in KINDS or not _HUB_ID.match(path):
+        hint = "relative paths count from the current directory"
+        raise DataError("no such file or folder", where=path, hint=hint)
+    return Place((), hub_id=path)
+
+
+def read(place: Place, *, subset: str | None, split: str, wanted: frozenset[str]) -> Iterator[Record]:
+    """Every record of a source, file after file. Tables are read for the `wanted` columns only."""
+    if place.hub_id is not None:
+        yield from read_hub(place.hub_id, subset=subset, split=split, wanted=wanted)
+    for path in place.files:
+        yield from _read_file(path, wanted=wanted)
+
+
+def _read_file(path: Path, *, wanted: frozenset[str]) -> Iterator[Record]:
+    name = str(path)
+    match _suffix(path):
+        case ".jsonl" | ".ndjson":
+            return read_jsonl(path, name=name)
+        case ".json":
+            return read_json(path, name=name)
+        case ".csv":
+            return read_csv(path, name=name, delimiter=",")
+        case ".tsv":
+            return read_csv(path, name=name, delimiter="\t")
+        case ".parquet":
+            return read_parquet(path, name=name, wanted=wanted)
+        case ".arrow":
+            return read_arrow(path, name=name, wanted=wanted)
+        case _:
+            return read_txt(path, name=name)
+
+
+def _suffix(path: Path) -> str:
+    if path.suffix.lower() == ".gz":
+        inner = Path(path.stem).suffix.lower()
+        return inner if inner in _PACKED else ".gz"
+    return path.suffix.lower()
+
+
+def _known(path: Path) -> Path:
+    if _suffix(path) not in KINDS:
+        raise DataError(
+            f"a file of this kind is not understood: {path.suffix or 'no suffix'}",
+            where=str(path),
+            hint=f"data files end in {', '.join(KINDS)}",
+        )
+    return path
+
+
+def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
+    saved = folder / "dataset_dict.json"  # datasets.DatasetDict.save_to_disk
+    if saved.is_file():
+        names = list(json.loads(saved.read_text(encoding="utf-8"))["splits"])
+        if split not in names:
+            raise _no_split(folder, split=split, names=names)
+        return _of_folder(folder / split, split="train")
+    state = folder / "state.json"  # datasets.Dataset.save_to_disk; says the order of its files
+    if state.is_file():
+        listed = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+        return tuple(folder / item["filename"] for item in listed)
+    found = sorted(p for p in folder.rglob("*") if _is_data(p, folder=folder))
+    if not found:
+        raise DataError("the folder holds no data files", where=str(folder), hint=f"expected {', '.join(KINDS)}")
+    by_split: dict[str, list[Path]] = {}
+    for path in found:
+        by_split.setdefault(_split_of(path.relative_to(folder)) or "", []).append(path)
+    if set(by_split) == {""}:
+        if split != "train":
+            raise _no_split(folder, split=split, names=["train"])
+        return tuple(found)
+    wanted = next((name for name, words in _SPLIT_WORDS.items() if split in words), split)
+    if wanted not in by_split:
+        raise _no_split(folder, split=split, names=sorted(filter(None, by_split)))
+    return tuple(by_split[wanted])
+
+
+def _is_data(path: Path, *, folder: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
+    return path.is_file() and not hidden and _suffix(path) in KINDS and path.name != "dataset_info.json"
+
+
+def _split_of(path: Path) -> str | None:
+    """The split that a file's name (or a folder's on the way to it) announces."""
+    for part in reversed(path.parts):
+        words = re.split(r"[^a-z]+", part.lower())
+        for name, synonyms in _SPLIT_WORDS.items():
+            if any(word in synonyms for word in words):
+                return name
+    return None
+
+
+def _no_split(folder: Path, *, split: str, names: list[str]) -> DataError:
+    return DataError(f"the folder has no split {split!r}", where=str(folder), hint=f"it has: {', '.join(names)}")

@@ -1,0 +1,112 @@
+"""The messages of a conversation as chat templates expect them: known roles, texts that are texts, no nulls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from megatrain.data.records import BadRow
+
+Message = dict[str, object]
+"""{"role": system|user|assistant|tool, "content": str, ...}: further keys (tool_calls, name, ...) are the template's."""
+
+_ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "ipython": "tool",
+    "function_call": "function_call",
+    "tool_call": "function_call",
+}
+
+
+def text_of(value: object, *, what: str) -> str:
+    """A text that can be tokenised; numbers are written out, null is never the word None."""
+    if value is None:
+        raise BadRow(f"{what} is null")
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise BadRow(f"{what} is not a text")
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def as_messages(
+    value: object, *, column: str, role: str | None, content: str | None, tool_calls: bool
+) -> tuple[Message, ...]:
+    """The list in a row's column. `role` and `content` are the keys to look for; None: the usual ones."""
+    if isinstance(value, str):  # csv, and exports that keep lists as JSON
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"{column!r} is a text, not a list of messages") from error
+    if value is None:
+        raise BadRow(f"{column!r} is null")
+    if not isinstance(value, list):
+        raise BadRow(f"{column!r} is not a list of messages")
+    if not value:
+        raise BadRow(f"{column!r} is empty")
+    return tuple(
+        _message(item, number=number, role=role, content=content, tool_calls=tool_calls)
+        for number, item in enumerate(value, start=1)
+    )
+
+
+def _message(item: object, *, number: int, role: str | None, content: str | None, tool_calls: bool) -> Message:
+    if not isinstance(item, Mapping):
+        raise BadRow(f"message {number} is not an object")
+    role_key = role or ("role" if "role" in item else "from")
+    content_key = content or ("content" if "content" in item else "value")
+    written = item.get(role_key)
+    if not isinstance(written, str):
+        raise BadRow(f"message {number} has no {role_key!r}")
+    known = _ROLES.get(written.strip().lower())
+    if known is None:
+        raise BadRow(f"message {number} has the unknown role {written!r}")
+    # Tables fill what a message lacks with nulls; a template must not take them for something said.
+    rest = {key: value for key, value in item.items() if key not in (role_key, content_key) and value is not None}
+    if known == "function_call":
+        call = text_of(item.get(content_key), what=f"the content of message {number}")
+        return {**rest, **_function_call(call, structured=tool_calls)}
+    text = _content(item.get(content_key), number=number, role=known, called=bool(rest.get("tool_calls")))
+    if known == "assistant" and not text.strip() and not rest.get("tool_calls"):
+        raise BadRow(f"the answer in message {number} is empty")
+    return {**rest, "role": known, "content": text}
+
+
+def _content(value: object, *, number: int, role: str, called: bool) -> str:
+    if value is None and called and role == "assistant":
+        return ""
+    if isinstance(value, list):  # parts of a multimodal message
+        texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in value]
+        if any(text is None for text in texts):
+            raise BadRow(f"the content of message {number} has parts that are not text")
+        return "".join(text_of(text, what=f"the content of message {number}") for text in texts)
+    return text_of(value, what=f"the content of message {number} ({role})")
+
+
+def _function_call(text: str, *, structured: bool) -> Message:
+    """A sharegpt function call: as tool_calls where the template prints them, as it is written elsewhere."""
+    if structured:
+        try:
+            calls = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise BadRow(f"a function call is not JSON: {error.msg}") from error
+        listed = calls if isinstance(calls, list) else [calls]
+        if all(isinstance(call, dict) and "name" in call for call in listed):
+            functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in listed]
+            return {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"type": "function", "function": function} for function in functions],
+            }
+    return {"role": "assistant", "content": text}

@@ -1,0 +1,58 @@
+"""What a file yields: records with an address, and reasons why one cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+_KEPT = 1000  # addresses kept of each kind; the counts are exact beyond it
+
+
+class BadRow(Exception):
+    """This row cannot be used, and the text says why. Never leaves the data room."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a file, as it was read."""
+
+    file: str  # as the user would name it
+    row: int  # 1-based among the records of the file
+    line: int | None  # 1-based; None where the format has no lines
+    columns: Mapping[str, object]
+    fault: str | None = None  # why it could not be read; columns is empty then
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}: row {self.row}" if self.line is not None else f"{self.file}: row {self.row}"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row that was left out, with its address and the reason."""
+
+    file: str
+    row: int
+    line: int | None
+    reason: str
+
+    @classmethod
+    def of(cls, record: Record, *, reason: str) -> Refusal:
+        return cls(record.file, record.row, record.line, reason)
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line is not None else self.file
+        return f"{place}: row {self.row}: {self.reason}"
+
+
+@dataclass
+class Tally:
+    """How many rows something happened to, and where the first of them are."""
+
+    count: int = 0
+    first: list[Refusal] = field(default_factory=list)
+
+    def add(self, refusal: Refusal) -> None:
+        self.count += 1
+        if len(self.first) < _KEPT:
+            self.first.append(refusal)

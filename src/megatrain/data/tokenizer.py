@@ -1,0 +1,63 @@
+"""The tokenizer that a recipe names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatrain.errors import DataError
+from megatrain.recipe import resolve_asset
+
+if TYPE_CHECKING:
+    from megatrain.recipe import Recipe
+
+_INLINE = ("{{", "{%", "\n")  # what tells a template from the name of a file
+
+
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer with the recipe's chat template, ready to encode whole texts. Raises DataError."""
+    path = recipe.tokenizer.path or recipe.model.path
+    key = "tokenizer.path" if recipe.tokenizer.path else "model.path"
+    name = str(resolve_asset(path)) if path.startswith("megatrain:") else path
+    local = Path(name).expanduser()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(local) if local.is_dir() else name,
+            revision=None if recipe.tokenizer.path else recipe.model.revision,
+            trust_remote_code=recipe.model.trust_remote_code,
+            local_files_only=local.is_dir(),
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DataError(
+            f"no tokenizer can be had from {path}: {reason}",
+            where=key,
+            hint="a folder needs tokenizer.json; a hub id needs the network, or must have been downloaded before",
+        ) from error
+    if not tokenizer.is_fast:
+        raise DataError(
+            f"{type(tokenizer).__name__} does not say which characters a token stands for, and labels need that",
+            where=key,
+            hint="use a tokenizer with a tokenizer.json (a fast one)",
+        )
+    if recipe.tokenizer.chat_template is not None:
+        tokenizer.chat_template = _template_text(recipe.tokenizer.chat_template)
+    # A length or a padding that was saved with the tokenizer would cut rows behind our back.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def _template_text(template: str) -> str:
+    if any(mark in template for mark in _INLINE):
+        return template
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"the chat template cannot be read: {error.strerror or error}",
+            where="tokenizer.chat_template",
+            hint=f"{template!r} is neither a file nor a template (which has {{{{ }}}} or {{% %}} in it)",
+        ) from error
