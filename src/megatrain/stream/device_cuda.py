@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -31,8 +32,20 @@ class CudaRng:
             torch.cuda.manual_seed(value)
 
 
+def cuda_available() -> bool:
+    """Whether there is a CUDA device at all."""
+    return torch.cuda.is_available()
+
+
+def device_name(device: torch.device) -> str:
+    """As the driver calls it: "NVIDIA H200"."""
+    return torch.cuda.get_device_name(device)
+
+
 def open_cuda(index: int) -> torch.device:
     """The CUDA device `index` with its context created. Raises DeviceError if there is none that works."""
+    # Blocks of changing sizes (micro-batches of unequal length) fragment fixed segments; read at the first allocation.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if not torch.cuda.is_available():
         raise DeviceError(
             "no usable CUDA device",

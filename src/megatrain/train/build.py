@@ -1,0 +1,262 @@
+"""The only place that constructs the rooms.
+
+`plan_run` does everything up to the first byte of weights: device, config, model structure, limits, plan.
+`build_run` then takes the memory, fills it, and connects store, executor and optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from megatrain.data.loader import Loader
+from megatrain.data.prepare import Prepared
+from megatrain.host.arena import footprint
+from megatrain.host.initialise import init_random
+from megatrain.host.store import HostStore
+from megatrain.host.weights import fetch, load_pretrained
+from megatrain.model.batch import MicroBatch
+from megatrain.model.skeleton import ModelSpec, load_config
+from megatrain.model.streamed import StreamedModel
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.kernel import load_kernel
+from megatrain.optim.threads import optimizer_threads
+from megatrain.optim.worker import OptimizerWorker
+from megatrain.plan.hardware import DeviceMemory, read_host_memory
+from megatrain.plan.memory import CONTEXT_BYTES, Limits, MemoryPlan, plan
+from megatrain.recipe import Recipe, resolve_asset
+from megatrain.stream.device import CpuDevice, Device
+from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name, open_cuda, vram_free_bytes
+from megatrain.stream.executor import Geometry, StreamingExecutor
+from megatrain.train.run import Run
+
+PAD_MULTIPLE_CUDA = 64
+"""Padded rows come in few lengths, so that compiled layers and the allocator see few shapes."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What is known before the first byte of weights."""
+
+    recipe: Recipe
+    device: Device
+    device_name: str  # for people
+    config: PretrainedConfig
+    model: StreamedModel
+    plan: MemoryPlan
+
+
+def read_config(recipe: Recipe) -> PretrainedConfig:
+    """The model's config with the recipe's overrides. Raises ModelError."""
+    return load_config(
+        model_path(recipe),
+        revision=recipe.model.revision,
+        overrides=recipe.model.config,
+        trust_remote_code=recipe.model.trust_remote_code,
+    )
+
+
+def model_path(recipe: Recipe) -> str:
+    """A folder, or a hub id."""
+    path = recipe.model.path
+    if path.startswith("megatrain:"):
+        return str(resolve_asset(path))
+    local = Path(path).expanduser()
+    return str(local) if local.exists() else path
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """The longest sequence the model knows; None where positions have no end."""
+    value = getattr(config, "max_position_embeddings", None)
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | None = None) -> Planned:
+    """Open the device, read the model's structure, decide the plan (or take that of the run being resumed).
+
+    Raises ModelError for a model that cannot run exactly, DeviceError, DoesNotFit.
+    """
+    device, name, memory = _open_device(recipe)
+    on_cuda = memory is not None
+    model = StreamedModel.build(
+        ModelSpec(
+            config=config,
+            attention=recipe.model.attention,
+            precision=_precision(recipe, on_cuda=on_cuda),
+            training=True,
+            compile=on_cuda and recipe.memory.compile == "auto",
+            trust_remote_code=recipe.model.trust_remote_code,
+        ),
+        rng=device.rng,
+    )
+    if recipe.data.packing:
+        model.check_packing()
+    threads = recipe.memory.threads
+    anatomy = model.anatomy
+    chosen = resumed or plan(
+        model.sizes,
+        memory=recipe.memory,
+        batch_size=recipe.train.batch_size,
+        seq_len=recipe.data.max_seq_len,
+        packed=recipe.data.packing,
+        limits=Limits(
+            host=read_host_memory(),
+            device=memory,
+            threads=optimizer_threads(threads if isinstance(threads, int) else None),
+            context_bytes=device.context_bytes if isinstance(device, CudaDevice) else CONTEXT_BYTES,
+        ),
+        stem_shared=anatomy.stem_in_tail or anatomy.stem_in_layers,
+    )
+    return Planned(recipe, device, name, config, model, chosen)
+
+
+def build_run(
+    planned: Planned,
+    *,
+    prepared: Prepared,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int, int], None] | None = None,
+    load_weights: bool = True,
+) -> Run:
+    """Allocate, load (or initialise) and connect. `load_weights` False: a checkpoint is read into it next.
+
+    progress: called with bytes read and bytes in all. Raises ModelError, DoesNotFit.
+    """
+    recipe, chosen, model = planned.recipe, planned.plan, planned.model
+    on_cuda = isinstance(planned.device, CudaDevice)
+    row_bytes = footprint(chosen.input_bytes, pinned=True)
+    stored_rows = len(model.anatomy.layers) * chosen.micro_batches if chosen.load_buffers else 0
+    store = HostStore.allocate(
+        model.anatomy, pin=on_cuda, threads=chosen.threads, extra_pinned_bytes=stored_rows * row_bytes
+    )
+    if load_weights:
+        _fill(store, planned, progress=progress)
+    worker = OptimizerWorker(_optimizer(recipe, model=model, store=store, threads=chosen.threads), store=store)
+    executor = StreamingExecutor(
+        model,
+        store=store,
+        device=planned.device,
+        geometry=Geometry(
+            micro_batches=chosen.micro_batches,
+            slots=chosen.slots,
+            grad_buffers=chosen.grad_buffers,
+            load_buffers=chosen.load_buffers,
+            head_chunk=chosen.head_chunk,
+            input_bytes=chosen.input_bytes,
+        ),
+        updates=worker,
+    )
+    pad_multiple = PAD_MULTIPLE_CUDA if on_cuda else 1
+    return Run(
+        recipe=recipe,
+        model=model,
+        store=store,
+        device=planned.device,
+        device_name=planned.device_name,
+        executor=executor,
+        worker=worker,
+        loader=Loader(
+            prepared.train,
+            batch_size=recipe.train.batch_size,
+            max_seq_len=recipe.data.max_seq_len,
+            packing=recipe.data.packing,
+            shuffle=recipe.data.shuffle,
+            seed=recipe.train.seed,
+            pad_multiple=pad_multiple,
+        ),
+        eval_batches=_eval_batches(prepared, recipe=recipe, plan=chosen, pad_multiple=pad_multiple),
+        tokenizer=tokenizer,
+        plan=chosen,
+    )
+
+
+def _fill(store: HostStore, planned: Planned, *, progress: Callable[[int, int], None] | None) -> None:
+    recipe = planned.recipe
+    if recipe.model.init == "random":
+        init_random(store, meta_model=planned.model.meta_model, seed=recipe.train.seed)
+        return
+    source = fetch(model_path(recipe), revision=recipe.model.revision)
+    load_pretrained(store, source=source, meta_model=planned.model.meta_model, progress=progress)
+
+
+def _optimizer(recipe: Recipe, *, model: StreamedModel, store: HostStore, threads: int) -> AdamW:
+    marked = (n for n, p in model.meta_model.named_parameters() if getattr(p, "_no_weight_decay", False))
+    options = recipe.optimizer
+    return AdamW(
+        store,
+        betas=options.betas,
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        decay_all=options.decay_all,
+        never_decay=frozenset(marked),
+        kernel=load_kernel(threads=threads),
+    )
+
+
+def _open_device(recipe: Recipe) -> tuple[Device, str, DeviceMemory | None]:
+    wanted = recipe.memory.device
+    if wanted == "cpu" or (wanted == "auto" and not cuda_available()):
+        return CpuDevice(), f"CPU, {torch.get_num_threads()} threads", None
+    if recipe.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the context is made
+        torch.use_deterministic_algorithms(True)
+    _, _, number = wanted.partition(":")
+    cuda = open_cuda(int(number or 0))
+    vram = recipe.memory.vram
+    device = CudaDevice(cuda, ceiling_bytes=vram if isinstance(vram, int) else None)
+    free, taken = vram_free_bytes(cuda)
+    name = device_name(cuda)
+    return device, name, DeviceMemory(total_bytes=free + taken, free_bytes=free + device.context_bytes, name=name)
+
+
+def _precision(recipe: Recipe, *, on_cuda: bool) -> torch.dtype:
+    match recipe.train.precision:
+        case "fp32":
+            return torch.float32
+        case "bf16":
+            return torch.bfloat16
+    return torch.bfloat16 if on_cuda else torch.float32
+
+
+class _EvalGroups(Sequence[Sequence[MicroBatch]]):
+    """Evaluation rows in the order of the files, made when they are asked for."""
+
+    def __init__(self, loader: Loader, *, rows: int) -> None:
+        self._loader, self._rows = loader, rows
+
+    def __len__(self) -> int:
+        return self._loader.steps_in_epoch(0)
+
+    @overload
+    def __getitem__(self, index: int) -> Sequence[MicroBatch]: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sequence[MicroBatch]]: ...
+    def __getitem__(self, index: int | slice) -> Sequence[MicroBatch] | Sequence[Sequence[MicroBatch]]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self._loader.step_batch(0, index).micro_batches(self._rows)
+
+
+def _eval_batches(
+    prepared: Prepared, *, recipe: Recipe, plan: MemoryPlan, pad_multiple: int
+) -> Sequence[Sequence[MicroBatch]]:
+    if prepared.eval is None:
+        return ()
+    loader = Loader(
+        prepared.eval,
+        batch_size=plan.micro_batch * plan.micro_batches,
+        max_seq_len=recipe.data.max_seq_len,
+        packing=recipe.data.packing,
+        shuffle=False,
+        seed=recipe.train.seed,
+        pad_multiple=pad_multiple,
+    )
+    return _EvalGroups(loader, rows=plan.micro_batch)
