@@ -64,6 +64,7 @@ def start(mode: str, *prefix: str) -> subprocess.Popen[str]:
     while "ready" not in line:  # nohup speaks first
         assert line, process.communicate()
         line = process.stdout.readline()
+    time.sleep(0.3)  # from saying so to being there
     return process
 
 

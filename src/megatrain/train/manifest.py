@@ -35,6 +35,7 @@ class Identity:
     precision: str  # "bf16" | "fp32"
     config_hash: str  # of the model's architecture
     data: str  # fingerprint of the prepared rows
+    total_steps: int  # planned when it was written; may change on resume, and the schedule with it
     versions: dict[str, str]
 
 

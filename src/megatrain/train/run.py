@@ -12,7 +12,7 @@ from megatrain.host.store import HostStore
 from megatrain.model.batch import MicroBatch
 from megatrain.model.streamed import StreamedModel
 from megatrain.optim.worker import OptimizerWorker
-from megatrain.plan.memory import MemoryPlan
+from megatrain.plan.accounting import MemoryPlan
 from megatrain.recipe import Recipe
 from megatrain.stream.device import Device
 from megatrain.stream.executor import StreamingExecutor

@@ -157,10 +157,11 @@ class SignalGuard:
             delivered = os.read(self._read_fd, 64)
             if not delivered:
                 return
-            for signum in delivered:
-                seen += signum in self._previous
+            for signum in (s for s in delivered if s in self._previous):
+                seen += 1
                 if seen > 1:
                     _end_now(signum, "stopped at the second signal; the last complete checkpoint is intact")
+                self.stop.request(signum)  # the handler may never get its turn
 
 
 def _end_now(signum: int, message: str) -> None:

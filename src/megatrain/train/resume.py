@@ -1,0 +1,128 @@
+"""Where a run starts: afresh, from a checkpoint, or not at all because it is finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.errors import RecipeError, UsageError
+from megatrain.recipe import Recipe, diff_for_resume, recipe_from_dict
+from megatrain.train.checkpoint import Checkpoint, Found, find_checkpoints
+from megatrain.train.manifest import Damaged, Identity
+from megatrain.train.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Start:
+    """The decision, before anything is written."""
+
+    candidates: tuple[Checkpoint, ...]  # to resume from, newest first; the next one if reading shows damage. Empty: afresh
+    replaces: bool  # something of an earlier run is here and goes when training begins
+    in_place: bool  # the candidates are of this run folder, and its metrics go on
+    finished: bool  # nothing is left to do
+    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def decide(rundir: RunDir, *, resume: str, recipe: Recipe) -> Start:
+    """resume: "never", "auto", or the path of a run folder or checkpoint.
+
+    Raises UsageError when the folder holds a run that may not be touched or there is nothing usable to resume,
+    RecipeError when the recipe changed in more than it may.
+    """
+    if resume == "never":
+        return _afresh(rundir, recipe=recipe)
+    if resume == "auto":
+        return _automatic(rundir, recipe=recipe)
+    return _from_path(rundir, path=Path(resume), recipe=recipe)
+
+
+def check_same_run(identity: Identity, *, now: Identity) -> None:
+    """What only shows once data and model are there: rows, architecture and precision must be those of the checkpoint."""
+    for what, before, after, hint in (
+        ("the model's architecture", identity.config_hash, now.config_hash, "model.path no longer holds the same model"),
+        ("the precision", identity.precision, now.precision, f"set train.precision={identity.precision}"),
+        ("the data", identity.data, now.data, "the files or the tokenizer are not what they were; start a new run"),
+    ):
+        if before != after:
+            raise UsageError(f"{what} is not that of the checkpoint ({before}, now {after})", hint=hint, where="--resume")
+
+
+def _afresh(rundir: RunDir, *, recipe: Recipe) -> Start:
+    held = rundir.holds_run()
+    if held and not recipe.output.overwrite:
+        raise UsageError(
+            f"{rundir.path} holds another run",
+            hint="--resume auto goes on with it, --output-dir DIR takes another folder, "
+            "--set output.overwrite=true replaces it",
+            where="output.dir",
+        )
+    return Start((), replaces=held, in_place=False, finished=False, notes=(), warnings=())
+
+
+def _automatic(rundir: RunDir, *, recipe: Recipe) -> Start:
+    found = find_checkpoints(rundir.checkpoints)
+    if found.usable:
+        return _resume(rundir, found=found, recipe=recipe, in_place=True)
+    warnings = _skipped(found)
+    if rundir.model.exists() or rundir.read_summary().get("status") == "done":
+        if not warnings:
+            note = f"the run in {rundir.path} is finished; there is nothing to resume"
+            return Start((), replaces=False, in_place=True, finished=True, notes=(note,), warnings=())
+        raise UsageError(
+            f"{rundir.path} holds a finished run, but no usable checkpoint: {'; '.join(warnings)}",
+            hint="its model is in place; --set output.overwrite=true with --resume never starts over",
+            where="--resume",
+        )
+    note = (f"nothing to resume in {rundir.path}; starting afresh",) if rundir.holds_run() else ()
+    return Start((), replaces=rundir.holds_run(), in_place=True, finished=False, notes=note, warnings=warnings)
+
+
+def _from_path(rundir: RunDir, *, path: Path, recipe: Recipe) -> Start:
+    if (path / "checkpoints").is_dir():
+        found, folder = find_checkpoints(path / "checkpoints"), path / "checkpoints"
+    else:
+        found, folder = _single(path), path.parent
+    if not found.usable:
+        reasons = "; ".join(_skipped(found)) or f"{path} holds no checkpoint"
+        raise UsageError(reasons, hint="give a run folder, or one of its checkpoints/step-...", where="--resume")
+    in_place = rundir.checkpoints.is_dir() and folder.resolve() == rundir.checkpoints.resolve()
+    if in_place:
+        return _resume(rundir, found=found, recipe=recipe, in_place=True)
+    replaces = _afresh(rundir, recipe=recipe).replaces
+    start = _resume(rundir, found=found, recipe=recipe, in_place=False)
+    return Start(start.candidates, replaces, False, start.finished, start.notes, start.warnings)
+
+
+def _single(path: Path) -> Found:
+    if not path.is_dir():
+        raise UsageError(f"{path} is not a folder", hint="give a run folder or a checkpoint", where="--resume")
+    try:
+        return Found((Checkpoint.open(path),), ())
+    except Damaged as error:
+        raise UsageError(f"{path} cannot be used: {error}", where="--resume") from error
+
+
+def _resume(rundir: RunDir, *, found: Found, recipe: Recipe, in_place: bool) -> Start:
+    newest = found.usable[0]
+    before = recipe_from_dict(newest.manifest.identity.recipe, source=str(newest.path))
+    changed = diff_for_resume(before, recipe)
+    if changed:
+        raise RecipeError(
+            f"{', '.join(changed)} changed since {newest.path.name}; a resumed run goes on as it began",
+            hint="only output, report, memory, intervals, epochs and steps may change; anything else is a new run",
+            where="--resume",
+        )
+    same_length = (before.train.epochs, before.train.steps) == (recipe.train.epochs, recipe.train.steps)
+    exported = rundir.model.exists() or not recipe.output.export
+    finished = in_place and same_length and exported and rundir.read_summary().get("status") == "done"
+    note = (
+        f"the run in {rundir.path} is finished after {newest.state.step} steps; there is nothing to resume"
+        if finished
+        else f"resuming {newest.path} after step {newest.state.step}"
+    )
+    return Start(found.usable, False, in_place, finished, (note,), _skipped(found))
+
+
+def _skipped(found: Found) -> tuple[str, ...]:
+    return tuple(f"{skipped.path.name} was skipped: {skipped.reason}" for skipped in found.skipped)
