@@ -96,12 +96,9 @@ def prompt_of(row: Sample) -> list[int]:
 
 
 def show(label: str, text: str) -> None:
+    words = " ".join(text.split()) or "(nothing)"
     print()
-    print(
-        textwrap.fill(
-            " ".join(text.split()) or "(nothing)", WIDTH, initial_indent=f"{label:<8}", subsequent_indent=" " * 8
-        )
-    )
+    print(textwrap.fill(words, WIDTH, initial_indent=f"{label:<8}", subsequent_indent=" " * 8))
 
 
 if __name__ == "__main__":
