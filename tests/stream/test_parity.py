@@ -1,0 +1,223 @@
+"""The product's executor against plain Hugging Face and torch's AdamW: the same bits, whatever the memory plan.
+
+fp32 on the CPU. Slots are NaN-filled on release. The reference runs in the same test with the same micro-batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from megatrain.host.arena import footprint
+from megatrain.host.store import HostStore
+from megatrain.model.batch import IGNORE, MicroBatch
+from megatrain.model.skeleton import ModelSpec
+from megatrain.model.streamed import StreamedModel
+from megatrain.optim.adamw import AdamW
+from megatrain.optim.kernel import load_kernel
+from megatrain.optim.worker import OptimizerWorker, UnitGradient
+from megatrain.stream.device import CpuDevice
+from megatrain.stream.executor import Geometry, StepOutput, StreamingExecutor
+
+ROWS, LENGTH, VOCABULARY = 2, 24, 128
+BETAS, EPS, DECAY, LR, CLIP = (0.9, 0.95), 1e-8, 0.1, 1e-3, 0.5
+TIED_BOUND = 1e-7
+"""Tied weights: layer-major order sums head and embedding gradients in another order (contract)."""
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, object]] = {
+    "llama": {},
+    "llama tied": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def config_of(name: str) -> PretrainedConfig:
+    return AutoConfig.for_model(name.split()[0], **{**COMMON, **MODELS[name]})
+
+
+def reference_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model.train()
+
+
+def batches_of(count: int, *, packed: bool, seed: int) -> list[MicroBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    out = []
+    for _ in range(count):
+        ids = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator)
+        labels = ids.clone()
+        labels[:, :3] = IGNORE
+        positions = None
+        if packed:
+            positions = torch.cat([torch.arange(9), torch.arange(LENGTH - 9)]).repeat(ROWS, 1)
+            labels[:, 9] = IGNORE
+        out.append(MicroBatch(ids, labels, positions, None, ROWS * LENGTH, int((labels != IGNORE).sum())))
+    return out
+
+
+def reference_step(model: nn.Module, batches: list[MicroBatch]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Plain Hugging Face: forward, token-normalised loss and backward per micro-batch, gradients accumulated."""
+    model.zero_grad()
+    total = torch.zeros(())
+    supervised = sum(b.supervised for b in batches)
+    for batch in batches:
+        extra = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+        logits = model(input_ids=batch.input_ids, use_cache=False, **extra).logits.float()
+        target = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE)
+        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="sum")
+        loss = loss / supervised
+        loss.backward()
+        total = total + loss.detach()
+    return total, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+class Streamed:
+    """The product's rooms around one tiny model."""
+
+    def __init__(self, name: str, *, weights: nn.Module, micro_batches: int, slots: int, loads: int) -> None:
+        device = CpuDevice()
+        spec = ModelSpec(config_of(name), "auto", torch.float32, training=True, compile=False)
+        self.model = StreamedModel.build(spec, rng=device.rng)
+        input_bytes = ROWS * LENGTH * 32 * 4
+        rows = 4 * micro_batches * footprint(input_bytes, pinned=True)
+        self.store = HostStore.allocate(self.model.anatomy, pin=False, threads=1, extra_pinned_bytes=rows)
+        state = dict(weights.named_parameters())
+        for host in self.store.units:
+            for entry in host.unit.layout.params:
+                host.set_master(entry, state[host.unit.full_names[entry.name][0]].detach())
+        optimizer = AdamW(
+            self.store,
+            betas=BETAS,
+            eps=EPS,
+            weight_decay=DECAY,
+            decay_all=False,
+            never_decay=frozenset(),
+            kernel=load_kernel(threads=2),
+        )
+        self.worker = OptimizerWorker(optimizer, store=self.store)
+        self.executor = StreamingExecutor(
+            self.model,
+            store=self.store,
+            device=device,
+            geometry=Geometry(micro_batches, slots, 2, loads, head_chunk=ROWS * LENGTH, input_bytes=input_bytes),
+            updates=self.worker,
+            poison=True,
+        )
+
+    def named(self, of: Callable[[object], dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {host.unit.full_names[name][0]: tensor for host in self.store.units for name, tensor in of(host).items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.named(lambda host: host.unit.layout.param_views(host.grad))
+
+    def weights(self) -> dict[str, Tensor]:
+        return self.named(lambda host: host.unit.layout.param_views(host.hi))
+
+    def submit(self, step: int, out: StepOutput, *, clip: float) -> None:
+        gradients = [UnitGradient(g.unit, g.wait, g.touched) for g in out.gradients]
+        self.worker.submit(step, gradients, lr=LR, clip=clip)
+
+
+@contextmanager
+def streamed(name: str, **options: object) -> Iterator[Streamed]:
+    run = Streamed(name, **options)  # type: ignore[arg-type]
+    yield run
+    run.worker.drain()
+    run.worker.close()
+    run.store.close()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], *, tied: bool) -> int:
+    assert found.keys() >= expected.keys()
+    for name, tensor in expected.items():
+        if tied and "embed_tokens" in name:
+            assert (found[name] - tensor).abs().max() <= TIED_BOUND, name
+        else:
+            assert torch.equal(found[name], tensor), name
+    return len(expected)
+
+
+SHAPES = list(itertools.product((2, 3), (1, 3), (0, 2), (False, True)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_every_gradient_equal_plain_hugging_face(name: str) -> None:
+    compared = 0
+    for slots, micro_batches, loads, packed in SHAPES:
+        reference = reference_model(name)
+        batches = batches_of(micro_batches, packed=packed, seed=1)
+        loss, expected = reference_step(reference, batches)
+        with streamed(name, weights=reference, micro_batches=micro_batches, slots=slots, loads=loads) as run:
+            out = run.executor.train_step(batches, seed=0)
+            numbers = out.result()
+            for gradient in out.gradients:
+                gradient.wait()
+            assert numbers.loss == float(loss)
+            compared += assert_same(run.gradients(), expected, tied="tied" in name)
+            norm = nn.utils.clip_grad_norm_(reference.parameters(), float("inf"))
+            assert numbers.grad_norm == pytest.approx(float(norm), rel=1e-6)
+    assert compared == len(SHAPES) * len(list(reference_model(name).parameters()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_three_clipped_steps_equal_torch_adamw_fed_the_same_gradients(name: str) -> None:
+    reference = reference_model(name)
+    with streamed(name, weights=reference, micro_batches=2, slots=2, loads=2) as run:
+        decayed = [p for p in reference.parameters() if p.ndim >= 2]
+        plain = [p for p in reference.parameters() if p.ndim < 2]
+        groups = [{"params": decayed, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+        clipped = 0
+        for step in range(3):
+            out = run.executor.train_step(batches_of(2, packed=False, seed=step), seed=step)
+            numbers = out.result()
+            clip = min(1.0, CLIP / (numbers.grad_norm + 1e-6))
+            clipped += clip < 1
+            for gradient in out.gradients:
+                gradient.wait()
+            found = run.gradients()
+            for parameter_name, parameter in reference.named_parameters():
+                parameter.grad = found[parameter_name].clone() * torch.tensor(clip, dtype=torch.float32)
+            run.submit(step + 1, out, clip=clip)
+            optimizer.step()
+        run.worker.drain()
+        assert clipped == 3
+        assert assert_same(run.weights(), dict(reference.named_parameters()), tied=False) > 20
+
+
+def test_evaluation_equals_plain_hugging_face_and_leaves_no_trace() -> None:
+    reference = reference_model("llama")
+    batches = batches_of(5, packed=True, seed=3)
+    with streamed("llama", weights=reference, micro_batches=2, slots=2, loads=2) as run:
+        before = {n: w.clone() for n, w in run.weights().items()}
+        total, tokens = run.executor.evaluate(batches)
+        with torch.no_grad():
+            expected = 0.0
+            for batch in batches:
+                logits = reference(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+                target = F.pad(batch.labels[:, 1:], (0, 1), value=IGNORE).flatten()
+                expected += float(F.cross_entropy(logits.flatten(0, 1), target, reduction="sum"))
+        assert total == pytest.approx(expected, rel=1e-6)
+        assert tokens == sum(b.supervised for b in batches)
+        assert assert_same(run.weights(), before, tied=False) > 20
