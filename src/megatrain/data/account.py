@@ -47,9 +47,7 @@ class SourceAccount:
             return DataError(
                 f"0 usable of {self.read} rows{reason}",
                 where=self.path,
-                hint="`megatrain data RECIPE` shows what becomes of each row"
-                if first
-                else "the source holds no rows",
+                hint="`megatrain data RECIPE` shows what becomes of each row" if first else "the source holds no rows",
             )
         shown = "".join(f"\n  {refusal}" for refusal in first[:_SHOWN])
         more = f"\n  and {self.refused.count - _SHOWN} more" if self.refused.count > _SHOWN else ""

@@ -21,6 +21,7 @@ from megatrain.errors import DataError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "megatrainprobe"
+_PROBE_CALL = {"name": _PROBE, "arguments": {}}
 # What a template written by somebody else raises on a row that it was not made for.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
@@ -96,9 +97,8 @@ class ChatTemplate:
         for number, message in enumerate(conversation.messages):
             if not self._prints(conversation, number=number, text=text):
                 raise BadRow(f"the chat template does not print message {number + 1} (role {message['role']!r})")
-            for name in _called(message):
-                if name not in text:
-                    raise BadRow(f"the chat template does not print the tool call in message {number + 1}")
+            if _calls(message) and not self._prints_calls(conversation, number=number):
+                raise BadRow(f"the chat template does not print the tool call in message {number + 1}")
         return conversation, text
 
     def _prints(self, conversation: Conversation, *, number: int, text: str) -> bool:
@@ -117,6 +117,15 @@ class ChatTemplate:
             return True
         probe = [*messages[:number], {**messages[number], "content": _PROBE}, *messages[number + 1 :]]
         self._printed[place] = _PROBE in self.text(probe, tools=conversation.tools)
+        return self._printed[place]
+
+    def _prints_calls(self, conversation: Conversation, *, number: int) -> bool:
+        """Whether the template prints tool calls, tried on the first message that has some."""
+        place = ("tool_calls",)
+        if place not in self._printed:
+            messages = list(conversation.messages)
+            messages[number] = {**messages[number], "tool_calls": [{"type": "function", "function": _PROBE_CALL}]}
+            self._printed[place] = _PROBE in self.text(messages, tools=conversation.tools)
         return self._printed[place]
 
     def _learn(self) -> Manner:
@@ -156,8 +165,9 @@ def _fold_system(conversation: Conversation) -> Conversation:
     raise BadRow("the chat template has no system role, and there is no user turn to put it into")
 
 
-def _called(message: Message) -> list[str]:
-    """Names of the functions that a message calls."""
+def _calls(message: Message) -> list[dict[str, object]]:
+    """The function calls of a message, each with its name and arguments."""
     calls = message.get("tool_calls")
-    functions = [call.get("function", call) for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return [str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function]
+    listed = calls if isinstance(calls, list) else []
+    functions = [call.get("function", call) for call in listed if isinstance(call, dict)]
+    return [function for function in functions if isinstance(function, dict)]

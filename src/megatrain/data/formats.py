@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatrain.data.messages import Message, as_messages, text_of
 from megatrain.data.records import BadRow
@@ -120,7 +121,7 @@ class RowReader:
     def _plain(self, row: Mapping[str, object]) -> Content:
         return Text(self._text(row, "text"))
 
-    _READ = {
+    _READ: ClassVar = {
         "messages": _messages,
         "sharegpt": _messages,
         "alpaca": _alpaca,

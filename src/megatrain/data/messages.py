@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from megatrain.data.records import BadRow
 
 Message = dict[str, object]
-"""{"role": system|user|assistant|tool, "content": str, ...}: further keys (tool_calls, name, ...) are the template's."""
+"""{"role": system|user|assistant|tool, "content": str, ...}; further keys (tool_calls, ...) are the template's."""
 
 _ROLES = {
     "system": "system",
@@ -87,10 +87,9 @@ def _content(value: object, *, number: int, role: str, called: bool) -> str:
     if value is None and called and role == "assistant":
         return ""
     if isinstance(value, list):  # parts of a multimodal message
-        texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in value]
-        if any(text is None for text in texts):
+        if not all(isinstance(part, Mapping) and part.get("type", "text") == "text" for part in value):
             raise BadRow(f"the content of message {number} has parts that are not text")
-        return "".join(text_of(text, what=f"the content of message {number}") for text in texts)
+        return "".join(text_of(part.get("text"), what=f"the content of message {number}") for part in value)
     return text_of(value, what=f"the content of message {number} ({role})")
 
 

@@ -74,7 +74,8 @@ def read_arrow(path: Path, *, name: str, wanted: frozenset[str]) -> Iterator[Rec
             framed = path.open("rb").read(6) == b"ARROW1"
             if framed:
                 reader = ipc.open_file(file)
-                yield from _rows((reader.get_batch(i) for i in range(reader.num_record_batches)), name=name, wanted=wanted)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+                yield from _rows(batches, name=name, wanted=wanted)
             else:
                 yield from _rows(iter(ipc.open_stream(file)), name=name, wanted=wanted)
     except (pyarrow.ArrowException, OSError) as error:
