@@ -89,7 +89,7 @@ class StreamedModel:
         recorder = Recorder(count=len(found.layers))
         stubs = [Stub(recorder, index=i, layer=layer) for i, layer in enumerate(found.layers)]
         setattr(found.owner, found.attribute, nn.ModuleList(stubs))
-        trial = run_trial(model, found=found, parts=parts, recorder=recorder, kinds=kinds)
+        trial = run_trial(model, found=found, parts=parts, recorder=recorder)
         anatomy = build_anatomy(
             parts,
             found=found,

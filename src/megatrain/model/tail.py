@@ -96,23 +96,42 @@ def _whole(
 def _chunk(
     head: Head, *, part: Tensor, targets: Tensor, denominator: int, grad: bool, accumulate: Accumulate
 ) -> tuple[Tensor, Tensor | None]:
-    """Loss and input gradient of one chunk. Softmax and its gradient are written over one fp32 copy of the logits."""
+    """Loss and input gradient of one chunk."""
     with torch.set_grad_enabled(grad):
         leaf = part.detach().requires_grad_(grad)
         logits = head.logits(leaf)
-    rows = logits.detach().to(torch.float32, copy=True).reshape(-1, logits.shape[-1])  # [c, V]
-    share = (targets != IGNORE).to(torch.float32).unsqueeze(-1) / denominator  # [c, 1]
-    index = targets.clamp_min(0).unsqueeze(-1)
-    rows -= rows.amax(-1, keepdim=True)
-    picked = rows.gather(-1, index)
-    total = rows.exp_().sum(-1, keepdim=True)
-    loss = ((total.log() - picked) * share).sum()
+    loss, slope = _loss_and_slope(logits.detach(), targets=targets, denominator=denominator, grad=grad)
+    if slope is None:
+        return loss, None
+    return loss, _gradients([logits], [slope], leaf=leaf, head=head, accumulate=accumulate)
+
+
+def _loss_and_slope(
+    logits: Tensor,  # [1, c, V]
+    *,
+    targets: Tensor,  # [c]
+    denominator: int,
+    grad: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of cross-entropies / denominator, and its gradient at the logits.
+
+    In fp32 by PyTorch's own backward, so that the slopes are Hugging Face's bit for bit. In bf16, where the logits
+    are the largest block on the device, softmax and slope are written over one fp32 block.
+    """
+    if logits.dtype is torch.float32:
+        with torch.set_grad_enabled(grad):
+            leaf = logits.requires_grad_(grad)
+            rows = leaf.reshape(-1, logits.shape[-1])
+            loss = F.cross_entropy(rows, targets, ignore_index=IGNORE, reduction="sum") / denominator
+        return loss.detach(), torch.autograd.grad(loss, leaf)[0] if grad else None
+    rows = torch.log_softmax(logits.reshape(-1, logits.shape[-1]), -1, dtype=torch.float32)
+    loss = F.nll_loss(rows, targets, ignore_index=IGNORE, reduction="sum") / denominator
     if not grad:
         return loss, None
-    rows *= share / total
-    rows.scatter_add_(-1, index, -share)
-    slope = rows.view(logits.shape).to(logits.dtype)
-    return loss, _gradients([logits], [slope], leaf=leaf, head=head, accumulate=accumulate)
+    share = (targets != IGNORE).to(torch.float32).unsqueeze(-1) * (1.0 / denominator)  # [c, 1]
+    rows.exp_().mul_(share)
+    rows.scatter_add_(-1, targets.clamp_min(0).unsqueeze(-1), -share)
+    return loss, rows.view(logits.shape).to(logits.dtype)
 
 
 def _gradients(

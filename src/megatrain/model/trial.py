@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.model.anatomy_of import Parts, hollow
 from megatrain.model.graphs import depends_on, reached
+from megatrain.model.rehearsal import LONG, SHORT, Rehearsal, Rehearsals
 from megatrain.model.sites import Sites
 from megatrain.model.skeleton import LayerList
 from megatrain.model.stubs import RETURN_FORMS, LayerCall, NotLayerwise, Recorder, refuse_opaque, shared_mappings
@@ -33,13 +34,13 @@ class Trial:
     tail: frozenset[str]  # outer parameters that the logits depend on
     full_length_tail: bool  # the head reshapes to the length of input_ids
     stochastic: bool  # dropout or router jitter somewhere
-    forward_needs_grad: tuple[bool, ...]
+    forward_needs_grad: tuple[bool, ...]  # per layer, see rehearsal.py
     unused_in_layers: tuple[frozenset[str], ...]
+    hidden_shape: tuple[int, ...]  # of one row of one token: [1, 1, D], or [A, 1, 1, D]
+    saved_bytes_per_token: int
 
 
-def run_trial(
-    model: Any, *, found: LayerList, parts: Parts, recorder: Recorder, kinds: tuple[int, ...]
-) -> Trial:
+def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder) -> Trial:
     """Stubs are in place; outer tensors are on the meta device before and after."""
     sites = Sites(parts.outer_sites)
     outer = {name: hollow(tensor) for name, tensor in parts.outer.items()}
@@ -59,7 +60,12 @@ def run_trial(
     in_stem = reached(stem_outputs, leaves=trainable)
     logits, full_length = _trial_tail(model, recorder, hidden=calls[0].hidden.detach())
     in_tail = reached([logits], leaves=trainable)
+    short, long = (
+        _rehearse(recorder, base, found=found, parts=parts, shared=shared, length=length) for length in (SHORT, LONG)
+    )
     sites.clear()
+    hidden_shape = list(calls[0].hidden.shape)
+    hidden_shape[-3:-1] = [1, 1]
     return Trial(
         base=base,
         shared=shared,
@@ -67,8 +73,12 @@ def run_trial(
         tail=in_tail,
         full_length_tail=full_length,
         stochastic=_stochastic(model, found),
-        forward_needs_grad=tuple(False for _ in kinds),
-        unused_in_layers=tuple(frozenset() for _ in kinds),
+        forward_needs_grad=tuple(r.bias_has_gradient for r in short),
+        unused_in_layers=tuple(r.unused for r in short),
+        hidden_shape=tuple(hidden_shape),
+        saved_bytes_per_token=max(
+            -(-(b.saved_bytes - a.saved_bytes) // (LONG - SHORT)) for a, b in zip(short, long, strict=True)
+        ),
     )
 
 
@@ -140,6 +150,25 @@ def _trial_tail(model: Any, recorder: Recorder, *, hidden: Tensor) -> tuple[Tens
         if out.logits.shape[:2] == (rows, length):
             return out.logits, full
     raise NotLayerwise(f"the head does not run on hidden states alone: {reason}")
+
+
+def _rehearse(
+    recorder: Recorder,
+    base: Callable[..., Any],
+    *,
+    found: LayerList,
+    parts: Parts,
+    shared: tuple[str, ...],
+    length: int,
+) -> list[Rehearsal]:
+    ids = torch.zeros(1, length, dtype=torch.int64)
+    with torch.enable_grad():
+        calls = recorder.record(lambda: base(input_ids=ids, use_cache=False))
+    rehearsals = Rehearsals(calls, shared=shared)
+    return [
+        rehearsals.run(i, layer=layer, parts=part)
+        for i, (layer, part) in enumerate(zip(found.layers, parts.layers, strict=True))
+    ]
 
 
 def _stochastic(model: nn.Module, found: LayerList) -> bool:

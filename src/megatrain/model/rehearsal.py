@@ -1,0 +1,145 @@
+"""Layers run once with a graph but without weights: what the real run will do with its memory.
+
+It tells which parameters never get a gradient, how many bytes per token autograd keeps, and whether the
+attention bias has a gradient (then PyTorch picks another kernel under no_grad, and the first forward must run
+with a graph to give the recompute's bits). Weights are one expanded element each, and the large products
+(linear, grouped, attention) are replaced by functions that keep what the real ones keep and compute nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from megatrain.model.anatomy_of import LayerParts, hollow
+from megatrain.model.graphs import reached
+from megatrain.model.stubs import LayerCall
+
+SHORT, LONG = 32, 96  # lengths at which layers are rehearsed; the difference is what grows with the tokens
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one layer showed. `saved_bytes`: kept for its backward at the length of the call, weights excluded."""
+
+    unused: frozenset[str]
+    saved_bytes: int
+    bias_has_gradient: bool
+
+
+class _Product(torch.autograd.Function):
+    """Stands for a matrix product: keeps its inputs, returns zeros of the right shape."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, width: int) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return rows.new_zeros((*rows.shape[:-1], width))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("a rehearsal has no backward")
+
+
+class _Attention(torch.autograd.Function):
+    """Stands for fused attention: keeps its inputs, its output, and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+        ctx.save_for_backward(query, key, value, out, query.new_zeros(query.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("a rehearsal has no backward")
+
+
+class _Watch(TorchFunctionMode):
+    """Puts the stand-ins in their places and notes an attention bias with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias_has_gradient = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            bias = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            learned = bias is not None and bias.requires_grad
+            self.bias_has_gradient |= learned
+            return _Attention.apply(*args[:3], bias if learned else None)
+        if func is F.linear:
+            bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
+            out = _Product.apply(args[0], args[1], args[1].shape[0])
+            return out if bias is None else out + bias
+        if func is torch._grouped_mm:
+            return _Product.apply(args[0], args[1], args[1].shape[-1])
+        return func(*args, **kwargs)
+
+
+class Rehearsals:
+    """Runs the layers of one recorded stem in order, so that state they hand on is there for the next."""
+
+    def __init__(self, calls: Sequence[LayerCall], *, shared: Sequence[str]) -> None:
+        self._calls = calls
+        self._live: dict[str, MutableMapping[Any, Any]] = {n: type(calls[0].kwargs[n])() for n in shared}
+
+    def run(self, index: int, *, layer: nn.Module, parts: LayerParts) -> Rehearsal:
+        """Run `layer`, number `index`; its own tensors are on the meta device before and after."""
+        call = self._calls[index]
+        weights = {n: hollow(t) for n, t in parts.tensors.items()}
+        hidden = call.hidden.detach().requires_grad_(True)
+        args, kwargs = pytree.tree_map_only(Tensor, _leaf, (list(call.args), dict(call.kwargs)))
+        before = {n: dict(m) for n, m in self._live.items()}
+        kwargs.update(self._live)
+        if isinstance(call.where, int):
+            args[call.where] = hidden
+        else:
+            kwargs[call.where] = hidden
+        known = {t.untyped_storage()._cdata for t in (*weights.values(), hidden)}
+        counted: dict[int, Any] = {}  # storages, held so that their addresses stay theirs
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and tensor.grad_fn is not None:
+                counted.setdefault(storage._cdata, storage)
+            return tensor
+
+        watch = _Watch()
+        parts.sites.put(weights)
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(note, _same), watch:
+                out = layer(*args, **kwargs)
+        finally:
+            parts.sites.clear()
+        outputs = [out[0] if isinstance(out, tuple) else out, *self._written(before)]
+        trainable = {n: t for n, t in weights.items() if t.requires_grad}
+        saved = sum(int(s.nbytes()) for s in counted.values())
+        return Rehearsal(frozenset(trainable) - reached(outputs, leaves=trainable), saved, watch.bias_has_gradient)
+
+    def _written(self, before: dict[str, dict[Any, Any]]) -> list[Tensor]:
+        """Tensors that the layer put into the shared state."""
+        return [
+            leaf
+            for name, mapping in self._live.items()
+            for key, value in mapping.items()
+            if before[name].get(key) is not value
+            for leaf in pytree.tree_leaves(value)
+            if isinstance(leaf, Tensor)
+        ]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(True) if tensor.requires_grad else tensor
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

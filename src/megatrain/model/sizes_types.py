@@ -1,0 +1,37 @@
+"""The numbers about a model that planning needs, as plain integers (this file imports no torch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class UnitSizes:
+    """One unit (stem, layer or tail) as its flat layout counts it."""
+
+    name: str
+    elems: int  # places in per-element tensors, alignment included
+    bf16_elems: int
+    streamed_bytes: int  # parameters and buffers, as they cross the link
+    param_bytes: int  # parameters only: the size of a gradient slab
+    params: int  # how many parameter tensors
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """`saved_bytes_per_token`: what autograd keeps for the backward of the hungriest layer, weights excluded.
+
+    It counts memory that grows with the tokens; attention matrices (eager attention, dense masks) are extra.
+    """
+
+    stem: UnitSizes
+    layers: tuple[UnitSizes, ...]
+    tail: UnitSizes
+    hidden_numel_per_token: int
+    hidden_bytes_per_token: int
+    vocab_size: int
+    params_total: int
+    params_trainable: int
+    params_active: int
+    saved_bytes_per_token: int
+    config_hash: str
