@@ -195,7 +195,7 @@ def test_a_tokenizer_of_merged_tokens_trains_a_token_across_the_border() -> None
     from megatrain.data import load_tokenizer
 
     tokenizer = load_tokenizer(recipe("unused.jsonl"))
-    glued = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    tokenizer.chat_template = glued
+    glued = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    tokenizer.chat_template = glued + "{% endfor %}"
     sample = encode(tokenizer, user("And the Lo"), assistant("rd said"))
     assert trained(tokenizer, sample) == [" Lord said<|endoftext|>"]  # " Lord" is one token

@@ -31,6 +31,7 @@ class StepBatch:
 
     @property
     def tokens(self) -> int:
+        """Padding excluded."""
         return sum(int(self._lengths(row).sum()) for row in self.rows)
 
     @property
@@ -108,6 +109,13 @@ class Loader:
         self.seed = seed
         self.pad_multiple = pad_multiple
         self._epochs: dict[int, Rows] = {}
+
+    def rows_in_epoch(self, epoch: int) -> int:
+        return len(self._rows(epoch))
+
+    def tokens_in_epoch(self, epoch: int) -> int:
+        """Padding excluded; rows drawn twice count twice."""
+        return int(self.samples.lengths[self._rows(epoch).documents].sum())
 
     def steps_in_epoch(self, epoch: int) -> int:
         """The last step of an epoch may be smaller than batch_size."""
