@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 _SIZE = re.compile(r"(\d[\d_]*(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)")
-_SIZE_UNITS = {
+_SIZE_UNITS: dict[str, int] = {
     "": 1,
     "b": 1,
     "byte": 1,
@@ -115,13 +115,13 @@ class Duration:
             return f"{self.value} {self.unit if self.value != 1 else self.unit[:-1]}"
         for unit, length in (("h", 3600), ("min", 60)):
             if self.value % length == 0:
-                return f"{self.value // length:g} {unit}"
-        return f"{self.value:g} s"
+                return f"{round(self.value / length)} {unit}"
+        return f"{self.value} s"
 
 
 def format_seconds(seconds: float) -> str:
     """For people: ``4.2 s``, ``3 min 05 s``, ``2 h 10 min``."""
-    if seconds < 60:
+    if seconds < 59.95:  # what would print as 60.0 is a minute
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -21,6 +21,7 @@ from megatrain.recipe.tree import Mark, Node, Path, dotted
 from megatrain.recipe.yaml_text import parse
 
 _REQUIRED: tuple[Path, ...] = (("model", "path"), ("data", "train"), ("output", "dir"))
+_SOURCES: tuple[Path, ...] = (("data", "train"), ("data", "eval"))
 _RANGES = {
     "greater_than": ("gt", "must be more than"),
     "greater_than_equal": ("ge", "must be at least"),
@@ -118,7 +119,22 @@ def _override(root: Node, *, text: str, environment: Mapping[str, str]) -> tuple
     moved = [Problem(problem.mark, f"{key}.{problem.key}".rstrip("."), problem.text) for problem in problems]
     if key in sections() and node.value is None:
         return root, moved
-    return tree.put(root, path=parts, node=node), moved
+    if len(parts) > 3 and isinstance(parts[2], int):
+        root = _with_listed_sources(root, path=parts[:2])
+    try:
+        return tree.put(root, path=parts, node=node), moved
+    except IndexError as error:
+        raise RecipeError(f"{key}: the list has no such item; the first one is 0", where=source) from error
+
+
+def _with_listed_sources(root: Node, *, path: Path) -> Node:
+    """`root` with the sources at `path` written as a list of mappings, so that keys of one can be set."""
+    sources = tree.find(root, path=path)
+    if path not in _SOURCES or sources is None or sources.value is None:
+        return root
+    items = sources.value if isinstance(sources.value, list) else [sources]
+    mappings = [item if isinstance(item.value, dict) else Node({"path": item}, item.mark) for item in items]
+    return tree.put(root, path=path, node=Node(mappings, sources.mark))
 
 
 def check_tree(root: Node, *, problems: Sequence[Problem], source: str) -> Recipe:
@@ -154,13 +170,10 @@ def _touches(key: str, *, faulty: set[str]) -> bool:
 
 def _own_path(root: Node, *, path: Path) -> Path:
     """The path as the file has it: where data.train is one path or mapping, there is no index."""
-    if len(path) >= 3 and path[0] == "data" and isinstance(path[2], int):
-        mark: Node | None = root
-        for key in path[:2]:
-            mark = mark.value.get(key) if mark is not None and isinstance(mark.value, dict) else None
-        if mark is not None and not isinstance(mark.value, list):
-            inner = path[3:] if isinstance(mark.value, dict) else ()
-            return (*path[:2], *inner)
+    if len(path) >= 3 and path[:2] in _SOURCES:
+        sources = tree.find(root, path=path[:2])
+        if sources is not None and not isinstance(sources.value, list):
+            return (*path[:2], *(path[3:] if isinstance(sources.value, dict) else ()))
     return path
 
 
@@ -182,6 +195,8 @@ def _without_faults(root: Node, *, paths: Sequence[Path]) -> Recipe | None:
 def _problem(root: Node, *, path: Path, detail: Any) -> Problem:
     mark, key, kind = tree.mark_at(root, path=path), dotted(path), detail["type"]
     context = detail.get("ctx", {})
+    written = tree.find(root, path=path)
+    value = detail["input"] if written is None else tree.plain(written)
     if kind == "extra_forbidden":
         what = "section" if len(path) == 1 and isinstance(detail["input"], dict) else "key"
         return Problem(mark, key, f"there is no such {what}", hint_for_key(path))
@@ -190,13 +205,12 @@ def _problem(root: Node, *, path: Path, detail: Any) -> Problem:
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
         listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-        value = detail["input"]
         return Problem(mark, key, f"must be {listed}, not {shown(value)}", hint_for_choice(value, choices=choices))
     if kind in _RANGES:
         limit, words = _RANGES[kind]
-        return Problem(mark, key, f"{words} {context[limit]:g}, not {shown(detail['input'])}")
+        return Problem(mark, key, f"{words} {context[limit]:g}, not {shown(value)}")
     if kind in {"model_type", "model_attributes_type", "dataclass_type"}:
-        return Problem(mark, key, f"must be a mapping of keys, not {shown(detail['input'])}")
+        return Problem(mark, key, f"must be a mapping of keys, not {shown(value)}")
     return Problem(mark, key, str(context.get("text", detail["msg"])))
 
 

@@ -43,7 +43,7 @@ _CHOICE = BeforeValidator(to_choice)
 
 def to_sources(value: object) -> object:
     """A path, a mapping, or a list of either, as a tuple of mappings."""
-    if value is None or isinstance(value, (str, Mapping)):
+    if isinstance(value, (str, Mapping)):
         value = [value]
     if not isinstance(value, (list, tuple)):
         raise mistake(f"must be a path or a list of sources, not {shown(value)}")
@@ -116,7 +116,7 @@ class Data(Section):
         "auto", description="rows beyond max_seq_len; auto: split for text, truncate for the rest"
     )
     bad_rows: Annotated[Literal["error", "skip"], _CHOICE] = Field(
-        "error", description="null answers, broken JSON, no supervised token left, unknown role, ..."
+        "error", description="rows with null answers, broken JSON, an unknown role, or no token left to learn"
     )
     shuffle: Flag = Field(True, description="a new order each epoch, from train.seed")
     streaming: Flag = Field(False, description="read rows as they are needed instead of preparing them first")
@@ -230,10 +230,11 @@ def _float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    style: str | None = None
     if "\n" in value:
         style = "|"
-    else:
-        style = None if isinstance(resolve(value), str) and not isinstance(resolve(value), Word) else '"'
+    elif isinstance(resolve(value), Word) or not isinstance(resolve(value), str):
+        style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", value.replace("${", "$${"), style=style)
 
 

@@ -47,11 +47,14 @@ def merge(lower: Node, *, upper: Node) -> Node:
 
 
 def put(root: Node, *, path: Path, node: Node) -> Node:
-    """`root` with `node` at `path`; missing mappings on the way are made, a number indexes an existing list."""
+    """`root` with `node` at `path`; missing mappings on the way are made, a number indexes an existing list.
+
+    Raises IndexError for a number beyond the list.
+    """
     if not path:
         return merge(root, upper=node)
     head, rest = path[0], path[1:]
-    if isinstance(root.value, list) and str(head).isdigit() and int(head) < len(root.value):
+    if isinstance(root.value, list) and isinstance(head, int):
         children = list(root.value)
         children[int(head)] = put(children[int(head)], path=rest, node=node)
         return replace(root, value=children)
@@ -69,6 +72,14 @@ def mark_at(root: Node, *, path: Path) -> Mark:
             break
         node = child
     return node.mark
+
+
+def find(root: Node, *, path: Path) -> Node | None:
+    """The node at `path`, if somebody wrote it."""
+    node: Node | None = root
+    for key in path:
+        node = None if node is None else _child(node, key=key)
+    return node
 
 
 def _child(node: Node, *, key: str | int) -> Node | None:

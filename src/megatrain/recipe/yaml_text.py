@@ -26,7 +26,7 @@ def parse(text: str, *, source: str, environment: Mapping[str, str], lines: bool
     try:
         document = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
-        raise _unreadable(error, source=source, lines=lines) from error
+        raise _unreadable(error, text=text, source=source, lines=lines) from error
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         character = f"U+{error.character:04X}" if isinstance(error.character, int) else repr(error.character)
@@ -39,7 +39,7 @@ def parse(text: str, *, source: str, environment: Mapping[str, str], lines: bool
     return builder.build(document, path=()), builder.problems
 
 
-def _unreadable(error: yaml.MarkedYAMLError, *, source: str, lines: bool) -> RecipeError:
+def _unreadable(error: yaml.MarkedYAMLError, *, text: str, source: str, lines: bool) -> RecipeError:
     mark = error.problem_mark or error.context_mark
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None and lines else source
     what = (error.problem or error.context or "cannot be parsed").replace("\n", " ")
@@ -48,6 +48,8 @@ def _unreadable(error: yaml.MarkedYAMLError, *, source: str, lines: bool) -> Rec
         hint = "indent with spaces; YAML does not allow tabs"
     elif "mapping values are not allowed" in what:
         hint = "a value that contains `: ` must be quoted"
+    elif mark is not None and "${" in "".join(text.split("\n")[mark.line : mark.line + 1]):
+        hint = "inside { } and [ ] a ${VARIABLE} must be quoted"
     return RecipeError(f"not valid YAML: {what}", where=where, hint=hint)
 
 
@@ -77,6 +79,7 @@ class _Builder:
         if isinstance(node, yaml.SequenceNode):
             items = [self.build(child, path=(*path, index)) for index, child in enumerate(node.value)]
             return Node(items, self.mark(node))
+        assert isinstance(node, yaml.ScalarNode)
         try:
             value = scalar(node.value, quoted=node.style is not None, environment=self.environment)
         except ValueError as error:
