@@ -11,7 +11,7 @@ import typer
 from megatrain import __version__
 from megatrain.cli.output import INTERRUPTED, guarded, help_if_alone, usage_failure
 from megatrain.cli.recipe_commands import recipes
-from megatrain.errors import NotAvailable
+from megatrain.errors import NotAvailable, UsageError
 
 app = typer.Typer(
     name="megatrain",
@@ -36,6 +36,9 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. optimizer.lr=2e-5. Repeatable."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on the last line of stdout.")]
+
+
+_DTYPES = ("auto", "bf16", "fp16", "fp32")
 
 
 def _version(wanted: bool) -> None:
@@ -113,6 +116,8 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face folder."""
     with guarded(json=json):
+        if dtype not in _DTYPES:
+            raise UsageError(f"--dtype must be one of {', '.join(_DTYPES)}, not `{dtype}`")
         from megatrain.cli import export_command
 
         raise typer.Exit(export_command.run(checkpoint, out=out, dtype=dtype, json=json))
