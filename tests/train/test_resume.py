@@ -117,9 +117,9 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, rundir: RunDir, 
     fill(rundir, 4)
     (tmp_path / "empty").mkdir()
     (rundir.checkpoints / "step-000004" / "manifest.json").write_text("{}")
-    path = {"nowhere": tmp_path / "no", "empty": tmp_path / "empty", "damaged": rundir.checkpoints / "step-000004"}[what]
+    paths = {"nowhere": tmp_path / "no", "empty": tmp_path / "empty", "damaged": rundir.checkpoints / "step-000004"}
     with pytest.raises(UsageError):
-        steps(rundir, str(path))
+        steps(rundir, str(paths[what]))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,9 @@ def test_a_run_takes_every_step_of_its_epochs_once_and_ends_with_a_checkpoint(tm
     assert len(set(losses)) == 9, "each step saw the weights of the one before"
 
 
-@pytest.mark.parametrize(("epochs", "steps", "total"), [(2, None, 9), (None, 7, 7), (2, 7, 7), (2, 70, 9), (4, None, 19)])
+@pytest.mark.parametrize(
+    ("epochs", "steps", "total"), [(2, None, 9), (None, 7, 7), (2, 7, 7), (2, 70, 9), (4, None, 19)]
+)
 def test_total_steps(epochs: int | None, steps: int | None, total: int) -> None:
     assert total_steps(FakeLoader(), epochs=epochs, steps=steps) == total
 
@@ -166,7 +168,7 @@ def test_stop_saves_the_last_good_state_and_the_step_can_be_taken_again(tmp_path
     whole.train()
     run = stage(tmp_path / "parts", epochs=1)
     run.executor.spoil[3] = NAN
-    with pytest.raises(NonFinite, match="the loss is nan.*state after step 2 is saved") as caught:
+    with pytest.raises(NonFinite, match=r"the loss is nan.*state after step 2 is saved") as caught:
         run.train()
     assert caught.value.exit_code == 4
     assert "step 3" in str(caught.value)
@@ -196,7 +198,8 @@ def test_skip_touches_nothing_and_counts(tmp_path: Path, spoiled: FakeNumbers) -
         ("train", 5),
     ]
     assert run.executor.rows == [(0, i) for i in range(5)], "its data is used up"
-    assert run.curve("train", "step", "lr")[2] == (4, learning_rate(4, total=5, lr=1e-5, warmup=0.03, schedule="cosine"))
+    fourth = learning_rate(4, total=5, lr=1e-5, warmup=0.03, schedule="cosine")
+    assert run.curve("train", "step", "lr")[2] == (4, fourth), "the schedule goes on"
     assert run.trainer.state.skipped_steps == 1
     assert run.trainer.state.tokens == 5 * 24
     assert int(run.store.stem.steps[0]) == 4
@@ -215,9 +218,8 @@ def test_the_clip_factor_is_torchs(norm: float) -> None:
     (parameter,) = torch.nn.ParameterList([torch.zeros(1, dtype=torch.float64)])
     parameter.grad = torch.ones(1, dtype=torch.float64)
     torch.nn.utils.clip_grads_with_norm_([parameter], 1.0, torch.tensor(norm, dtype=torch.float64))
-    assert torch.equal(
-        torch.tensor([clip_factor(norm, limit=1.0)], dtype=torch.float64).nan_to_num(7.0), parameter.grad.nan_to_num(7.0)
-    )
+    ours = torch.tensor([clip_factor(norm, limit=1.0)], dtype=torch.float64)
+    assert torch.equal(ours.nan_to_num(7.0), parameter.grad.nan_to_num(7.0))
 
 
 def test_no_clipping() -> None:

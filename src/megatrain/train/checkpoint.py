@@ -97,6 +97,11 @@ def find_checkpoints(folder: Path) -> Found:
     return Found(tuple(usable), tuple(skipped))
 
 
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint, judged by its manifest's presence alone."""
+    return next((path for path in _steps(folder) if (path / manifests.NAME).exists()), None)
+
+
 def file_name(unit: HostUnit) -> str:
     return f"{unit.unit.index:04}-{unit.unit.name.replace(' ', '-')}.safetensors"
 
@@ -161,7 +166,6 @@ class CheckpointWriter:
         for unit in self._store.units:
             begin_s = time.perf_counter()
             written = write_unit(aside / file_name(unit), unit)
-            _force(aside / file_name(unit))
             files[file_name(unit)] = FileInfo(written.bytes, written.checksum)
             self._learn_speed(written.bytes, time.perf_counter() - begin_s, state=state)
         manifest = Manifest(state, self._identity, files)
@@ -197,8 +201,8 @@ class CheckpointWriter:
             self._tell_expected_time(state)
 
     def _failure(self, error: OSError, *, state: TrainState) -> DiskError:
-        previous = [path.name for path in _steps(self._folder) if (path / manifests.NAME).exists()]
-        kept = f"{previous[0]} is intact" if previous else "there is no earlier checkpoint"
+        previous = newest_checkpoint(self._folder)
+        kept = f"{previous.name} is intact" if previous is not None else "there is no earlier checkpoint"
         return DiskError(
             f"the checkpoint of step {state.step} cannot be written ({_reason(error)}); {kept}",
             hint="make room on the disk and go on with --resume auto",

@@ -16,7 +16,7 @@ from megatrain.train.rundir import RunDir
 class Start:
     """The decision, before anything is written."""
 
-    candidates: tuple[Checkpoint, ...]  # to resume from, newest first; the next one if reading shows damage. Empty: afresh
+    candidates: tuple[Checkpoint, ...]  # newest first; the next is taken if reading one shows damage. Empty: afresh
     replaces: bool  # something of an earlier run is here and goes when training begins
     in_place: bool  # the candidates are of this run folder, and its metrics go on
     finished: bool  # nothing is left to do
@@ -38,14 +38,15 @@ def decide(rundir: RunDir, *, resume: str, recipe: Recipe) -> Start:
 
 
 def check_same_run(identity: Identity, *, now: Identity) -> None:
-    """What only shows once data and model are there: rows, architecture and precision must be those of the checkpoint."""
+    """What only shows once data and model are there: rows, architecture and precision must be the same."""
     for what, before, after, hint in (
-        ("the model's architecture", identity.config_hash, now.config_hash, "model.path no longer holds the same model"),
+        ("the model's architecture", identity.config_hash, now.config_hash, "model.path holds another model now"),
         ("the precision", identity.precision, now.precision, f"set train.precision={identity.precision}"),
         ("the data", identity.data, now.data, "the files or the tokenizer are not what they were; start a new run"),
     ):
         if before != after:
-            raise UsageError(f"{what} is not that of the checkpoint ({before}, now {after})", hint=hint, where="--resume")
+            message = f"{what} is not that of the checkpoint ({before}, now {after})"
+            raise UsageError(message, hint=hint, where="--resume")
 
 
 def _afresh(rundir: RunDir, *, recipe: Recipe) -> Start:

@@ -62,5 +62,5 @@ class TrainState:
 
 
 def step_seed(seed: int, *, step: int) -> int:
-    """What dropout of one step draws from: a function of the recipe's seed and the step, so nothing is carried along."""
+    """What dropout of one step draws from: a function of the recipe's seed and the step; nothing is carried along."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{step}".encode()).digest()[:8], "little") >> 1

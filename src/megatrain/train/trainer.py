@@ -12,6 +12,7 @@ import time
 
 from megatrain.errors import NonFinite
 from megatrain.optim.lr import learning_rate
+from megatrain.optim.worker import OptimizerFailed
 from megatrain.report.events import EvalReport, SkipReport, StepReport
 from megatrain.report.journal import Journal
 from megatrain.report.process import host_peak_bytes
@@ -48,6 +49,10 @@ class Trainer:
                 self._loop()
             except Interrupted:  # between two layers: the weights are still those of the last complete step
                 pass
+            except RuntimeError as error:  # of the device, or memory: the step that failed touched no weight
+                if not isinstance(error, OptimizerFailed):
+                    self._save()
+                raise
             begin_s = time.perf_counter()
             self._run.worker.drain()
             self.trained_s += time.perf_counter() - begin_s
