@@ -22,7 +22,7 @@ from megatrain.model.skeleton import ModelSpec
 from megatrain.model.streamed import StreamedModel
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import load_kernel
-from megatrain.optim.worker import OptimizerWorker, UnitGradient
+from megatrain.optim.worker import OptimizerWorker
 from megatrain.stream.device import CpuDevice
 from megatrain.stream.executor import Geometry, StepOutput, StreamingExecutor
 
@@ -135,8 +135,7 @@ class Streamed:
         return self.named(lambda host: host.unit.layout.param_views(host.hi))
 
     def submit(self, step: int, out: StepOutput, *, clip: float) -> None:
-        gradients = [UnitGradient(g.unit, g.wait, g.touched) for g in out.gradients]
-        self.worker.submit(step, gradients, lr=LR, clip=clip)
+        self.worker.submit(step, out.gradients, lr=LR, clip=clip)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from toy import B, D, S, ToyModel, toy_batches
 from megatrain.host.arena import footprint
 from megatrain.host.store import HostStore
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.worker import OptimizerFailed, OptimizerWorker, UnitGradient
+from megatrain.optim.worker import OptimizerFailed, OptimizerWorker
 from megatrain.stream.device import StreamName
 from megatrain.stream.executor import Geometry, StreamingExecutor
 
@@ -71,9 +71,8 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
         out = executor.train_step(toy_batches(case.micro_batches, seed=step), seed=step)
         numbers = out.result()
         losses.append(numbers.loss)
-        gradients = [UnitGradient(g.unit, g.wait, g.touched) for g in out.gradients]
         with device.thread("optimizer"):
-            worker.submit(step + 1, gradients, lr=0.1, clip=1.0)
+            worker.submit(step + 1, out.gradients, lr=0.1, clip=1.0)
     weights = torch.cat([host.hi.clone() for host in store.units])
     store.close()
     return device, losses, weights

@@ -13,19 +13,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megatrain.host.gradient import UnitGradient
 from megatrain.host.store import HostStore
 from megatrain.optim.adamw import AdamW
 
 UnitHook = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class UnitGradient:
-    """A unit's gradient on its way to the host slab."""
-
-    unit: int  # index in the store
-    wait: Callable[[], None]  # returns when the host slab is complete
-    touched: tuple[bool, ...] | None  # per parameter: it got a gradient in this step; None: all did
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatrain.host.gradient import UnitGradient
 from megatrain.host.store import HostStore
 from megatrain.model.batch import MicroBatch
 from megatrain.stream.activations import ActivationStore, DeviceActivations, HostActivations
@@ -42,15 +43,6 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class HomeGradient:
-    """The gradient of one unit on its way to the host slab."""
-
-    unit: int
-    wait: Callable[[], None]  # returns when the slab is complete
-    touched: tuple[bool, ...]  # per parameter: whether it got a gradient this step
-
-
-@dataclass(frozen=True)
 class StepNumbers:
     """What a step computed, read back once."""
 
@@ -70,7 +62,7 @@ class StepNumbers:
 class StepOutput:
     """A step that is enqueued: its gradients in the order of the update, and its numbers."""
 
-    gradients: tuple[HomeGradient, ...]
+    gradients: tuple[UnitGradient, ...]
     result: Callable[[], StepNumbers]  # waits for the device
 
 
@@ -86,7 +78,7 @@ class _Step:
         self.losses: list[Tensor] = []
         self.aux: Tensor | None = None
         self.norms: dict[int, Tensor] = {}
-        self.home: dict[int, HomeGradient] = {}
+        self.home: dict[int, UnitGradient] = {}
         self.stalls: list[tuple[Event, Event, float]] = []  # around an acquire; host seconds spent on the optimizer
 
 
@@ -309,7 +301,7 @@ class StreamingExecutor:
         step.norms[unit] = total.norms()
         complete = self._gradients.offload(total)
         wait = partial(self._device.host_wait, complete, keeps="no update before the gradient is home")
-        step.home[unit] = HomeGradient(unit, wait, total.touched)
+        step.home[unit] = UnitGradient(unit, wait, total.touched)
 
     # -- numbers ------------------------------------------------------------------------------------------
 

@@ -116,27 +116,27 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
     return Planned(recipe, device, name, config, model, chosen)
 
 
-def build_run(
-    planned: Planned,
-    *,
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    progress: Callable[[int, int], None] | None = None,
-    load_weights: bool = True,
-) -> Run:
-    """Allocate, load (or initialise) and connect. `load_weights` False: a checkpoint is read into it next.
+@dataclass(frozen=True)
+class Rooms:
+    """What holds the state and moves it."""
 
-    progress: called with bytes read and bytes in all. Raises ModelError, DoesNotFit.
-    """
+    store: HostStore
+    worker: OptimizerWorker
+    executor: StreamingExecutor
+
+
+def build_rooms(planned: Planned, *, fill: Callable[[HostStore], None]) -> Rooms:
+    """Take the memory that the plan counted, fill it, connect store, optimizer and executor. Raises DoesNotFit."""
     recipe, chosen, model = planned.recipe, planned.plan, planned.model
-    on_cuda = isinstance(planned.device, CudaDevice)
     row_bytes = footprint(chosen.input_bytes, pinned=True)
     stored_rows = len(model.anatomy.layers) * chosen.micro_batches if chosen.load_buffers else 0
     store = HostStore.allocate(
-        model.anatomy, pin=on_cuda, threads=chosen.threads, extra_pinned_bytes=stored_rows * row_bytes
+        model.anatomy,
+        pin=isinstance(planned.device, CudaDevice),
+        threads=chosen.threads,
+        extra_pinned_bytes=stored_rows * row_bytes,
     )
-    if load_weights:
-        _fill(store, planned, progress=progress)
+    fill(store)
     worker = OptimizerWorker(_optimizer(recipe, model=model, store=store, threads=chosen.threads), store=store)
     executor = StreamingExecutor(
         model,
@@ -152,15 +152,37 @@ def build_run(
         ),
         updates=worker,
     )
-    pad_multiple = PAD_MULTIPLE_CUDA if on_cuda else 1
+    return Rooms(store, worker, executor)
+
+
+def build_run(
+    planned: Planned,
+    *,
+    prepared: Prepared,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[int, int], None] | None = None,
+    load_weights: bool = True,
+) -> Run:
+    """Allocate, load (or initialise) and connect. `load_weights` False: a checkpoint is read into it next.
+
+    progress: called with bytes read and bytes in all. Raises ModelError, DoesNotFit.
+    """
+    recipe, chosen = planned.recipe, planned.plan
+
+    def fill(store: HostStore) -> None:
+        if load_weights:
+            _fill(store, planned, progress=progress)
+
+    rooms = build_rooms(planned, fill=fill)
+    pad_multiple = PAD_MULTIPLE_CUDA if isinstance(planned.device, CudaDevice) else 1
     return Run(
         recipe=recipe,
-        model=model,
-        store=store,
+        model=planned.model,
+        store=rooms.store,
         device=planned.device,
         device_name=planned.device_name,
-        executor=executor,
-        worker=worker,
+        executor=rooms.executor,
+        worker=rooms.worker,
         loader=Loader(
             prepared.train,
             batch_size=recipe.train.batch_size,
