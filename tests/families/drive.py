@@ -91,6 +91,18 @@ def inputs_of(batch: MicroBatch) -> dict[str, Tensor]:
     return {k: v for k, v in given.items() if v is not None}
 
 
+def run_reference_with_router_loss(model: Any, batch: MicroBatch, *, coefficient: float) -> Result:
+    """One micro-batch with Hugging Face's own auxiliary loss: `out.aux_loss`, weighted and added."""
+    model.zero_grad()
+    out = model(**inputs_of(batch), use_cache=False, output_router_logits=True)
+    targets = F.pad(batch.labels, (0, 1), value=IGNORE)[:, 1:].reshape(-1)
+    logits = out.logits.float().reshape(-1, out.logits.shape[-1])
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / batch.supervised
+    (loss + coefficient * out.aux_loss).backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return Result(loss.detach(), out.aux_loss.detach(), gradients)
+
+
 def run_reference(model: Any, batches: Sequence[MicroBatch]) -> Result:
     """The step as Hugging Face would do it: one graph per micro-batch, gradients summed by autograd."""
     model.zero_grad()
@@ -186,6 +198,8 @@ def _nan(nbytes: int) -> Tensor:
 def differences(ours: Result, theirs: Result) -> dict[str, float]:
     """Largest absolute difference of each tensor that is not bit-equal; a missing gradient counts as zeros."""
     found = {} if torch.equal(ours.loss, theirs.loss) else {"loss": float((ours.loss - theirs.loss).abs())}
+    if theirs.aux is not None and not (ours.aux is not None and torch.equal(ours.aux, theirs.aux)):
+        found["aux"] = float("nan") if ours.aux is None else float((ours.aux - theirs.aux).abs())
     for name in ours.gradients.keys() | theirs.gradients.keys():
         a, b = ours.gradients.get(name), theirs.gradients.get(name)
         if a is None or b is None:

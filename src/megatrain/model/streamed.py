@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.model.anatomy import Anatomy
+from megatrain.model.aux import step_router_loss
 from megatrain.model.anatomy_of import Parts, build_anatomy, parts_of
 from megatrain.model.batch import MicroBatch
 from megatrain.model.kinds import kinds_of
 from megatrain.model.passes import Pass
 from megatrain.model.sites import Sites
+from megatrain.model.sizes import model_sizes
+from megatrain.model.sizes_types import ModelSizes
 from megatrain.model.skeleton import LayerList, ModelSpec, build_skeleton, find_layers, refuse_by_type
 from megatrain.model.stubs import Recorder, Stub
 from megatrain.model.tail import Head
@@ -151,11 +154,33 @@ class StreamedModel:
         """Run the stem on `batch` (already where passes run). Without `grad` the pass is an evaluation: no dropout."""
         self._set_training(grad and self.spec.training)
         with torch.set_grad_enabled(grad):
-            calls = self._recorder.record(lambda: self._trial.base(**_inputs(batch), use_cache=False))
+            calls = self._recorder.record(lambda: self._trial.base(**_inputs(batch), **self._trial.flags))
         return Pass(self, batch=batch, calls=calls, shared=self._trial.shared, training=grad and self.spec.training)
 
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        """The model as the integers that planning needs."""
+        return model_sizes(
+            self.spec,
+            anatomy=self.anatomy,
+            hidden_shape=self._trial.hidden_shape,
+            saved_bytes_per_token=self._trial.saved_bytes_per_token,
+        )
+
+    @property
+    def aux_coefficient(self) -> float:
+        """The weight of the router loss in the training loss; 0.0 if there is none."""
+        return self._trial.router.coefficient if self._trial.router is not None else 0.0
+
     def aux_loss(self, passes: Sequence[Pass], *, grad: bool) -> Tensor | None:
-        return None
+        """The router loss (before its coefficient) once over all `passes`, whose forward is complete.
+
+        None if the model has none, or the config has `output_router_logits` off. With `grad` the passes'
+        backward will include its gradient.
+        """
+        if self._trial.router is None:
+            return None
+        return step_router_loss(self._trial.router, passes=passes, grad=grad)
 
     def enter(self, current: Pass) -> None:
         """Make `current` the pass that runs: dropout on or off."""
@@ -169,12 +194,12 @@ class StreamedModel:
         plan.sites.put(weights)
         out = plan.module(*args, **kwargs)
         plan.sites.clear()
-        return (out[0] if isinstance(out, tuple) else out), []
+        return (out[0] if isinstance(out, tuple) else out), self._trial.tap.take()
 
     def _logits(self, hidden: Tensor) -> Tensor:
         shape = hidden.shape[-3:-1] if self._trial.full_length_tail else (1, 1)
         dummy = torch.zeros(shape, dtype=torch.int64, device=hidden.device)
-        out = self._recorder.inject(hidden, run=lambda: self._model(input_ids=dummy, use_cache=False))
+        out = self._recorder.inject(hidden, run=lambda: self._model(input_ids=dummy, **self._trial.flags))
         logits: Tensor = out.logits
         return logits
 

@@ -55,7 +55,7 @@ def tail_loss(
     targets = shifted_labels(batch.labels).flatten()
     # Stable sort instead of nonzero: the number of supervised rows is known here, the device is not asked.
     order = torch.argsort((targets == IGNORE).to(torch.uint8), stable=True)[:rows]
-    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
     hidden_grad = torch.zeros(hidden.shape, dtype=hidden.dtype, device=hidden.device) if grad else None
     flat_grad = hidden_grad.flatten(-3, -2) if hidden_grad is not None else None
     for start in range(0, rows, chunk):
@@ -67,7 +67,7 @@ def tail_loss(
         loss += part_loss
         if flat_grad is not None and part_grad is not None:
             flat_grad.index_copy_(flat_grad.dim() - 2, index, part_grad.squeeze(-3))
-    return TailResult(loss, hidden_grad)
+    return TailResult(loss.to(torch.float32), hidden_grad)
 
 
 def shifted_labels(labels: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def _loss_and_slope(
     denominator: int,
     grad: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of cross-entropies / denominator, and its gradient at the logits.
+    """Sum of cross-entropies / denominator in fp64, and its gradient at the logits.
 
     In fp32 by PyTorch's own backward, so that the slopes are Hugging Face's bit for bit. In bf16, where the logits
     are the largest block on the device, softmax and slope are written over one fp32 block.
@@ -122,10 +122,12 @@ def _loss_and_slope(
         with torch.set_grad_enabled(grad):
             leaf = logits.requires_grad_(grad)
             rows = leaf.reshape(-1, logits.shape[-1])
-            loss = F.cross_entropy(rows, targets, ignore_index=IGNORE, reduction="sum") / denominator
-        return loss.detach(), torch.autograd.grad(loss, leaf)[0] if grad else None
+            each = F.cross_entropy(rows, targets, ignore_index=IGNORE, reduction="none")
+            total = each.sum() / denominator
+        loss = each.detach().double().sum() / denominator
+        return loss, torch.autograd.grad(total, leaf)[0] if grad else None
     rows = torch.log_softmax(logits.reshape(-1, logits.shape[-1]), -1, dtype=torch.float32)
-    loss = F.nll_loss(rows, targets, ignore_index=IGNORE, reduction="sum") / denominator
+    loss = F.nll_loss(rows, targets, ignore_index=IGNORE, reduction="none").double().sum() / denominator
     if not grad:
         return loss, None
     share = (targets != IGNORE).to(torch.float32).unsqueeze(-1) * (1.0 / denominator)  # [c, 1]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
 from megatrain.model.anatomy_of import Parts, hollow
 from megatrain.model.graphs import depends_on, reached
 from megatrain.model.rehearsal import LONG, SHORT, Rehearsal, Rehearsals
@@ -29,6 +31,9 @@ class Trial:
     """What the trial pass found."""
 
     base: Callable[..., Any]  # the module whose forward holds the loop over the layers
+    flags: dict[str, bool]  # given with every call: no cache, no router logits (ours are taken at the layers)
+    router: RouterLoss | None  # None: the model has no router loss, or the config has it off
+    tap: RouterTap
     shared: tuple[str, ...]  # names of mappings that all layers write and read
     stem: frozenset[str]  # outer parameters that the layers' inputs depend on
     tail: frozenset[str]  # outer parameters that the logits depend on
@@ -47,9 +52,11 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder)
     sites.put(outer)
     base = model.base_model if model.base_model is not model else found.owner
     ids = torch.arange(TRIAL_ROWS * TRIAL_LENGTH).view(TRIAL_ROWS, TRIAL_LENGTH) % 3
+    wants_router = bool(getattr(model.config, "output_router_logits", False))
+    flags = {"use_cache": False} | ({"output_router_logits": False} if wants_router else {})
 
     def stem() -> list[LayerCall]:
-        return recorder.record(lambda: base(input_ids=ids, use_cache=False))
+        return recorder.record(lambda: base(input_ids=ids, **flags))
 
     calls = _find_return_form(recorder, stem)
     shared = shared_mappings(calls)
@@ -58,16 +65,31 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder)
     _refuse_arguments_that_follow_the_layers(recorder, stem, calls=calls)
     trainable = {n: t for n, t in outer.items() if t.requires_grad}
     in_stem = reached(stem_outputs, leaves=trainable)
-    logits, full_length = _trial_tail(model, recorder, hidden=calls[0].hidden.detach())
+    hidden = calls[0].hidden.detach()
+    logits, full_length = _trial_tail(model, recorder, hidden=hidden, flags=flags)
+    router, tap = None, RouterTap()
+    if wants_router:
+        router = learn_router_loss(
+            model,
+            run=lambda extra: recorder.inject(hidden, run=lambda: model(input_ids=ids, **(flags | extra))),
+            rows=TRIAL_ROWS,
+            length=TRIAL_LENGTH,
+        )
     in_tail = reached([logits], leaves=trainable)
     short, long = (
-        _rehearse(recorder, base, found=found, parts=parts, shared=shared, length=length) for length in (SHORT, LONG)
+        _rehearse(recorder, partial(base, **flags), found=found, parts=parts, shared=shared, length=length)
+        for length in (SHORT, LONG)
     )
     sites.clear()
+    if router is not None:
+        tap.attach(found, rules=router_rules(base))
     hidden_shape = list(calls[0].hidden.shape)
     hidden_shape[-3:-1] = [1, 1]
     return Trial(
         base=base,
+        flags=flags,
+        router=router,
+        tap=tap,
         shared=shared,
         stem=in_stem,
         tail=in_tail,
@@ -134,7 +156,7 @@ def _refuse_arguments_that_follow_the_layers(
                     raise NotLayerwise(f"argument {name!r} of layer {index} follows the output of earlier layers")
 
 
-def _trial_tail(model: Any, recorder: Recorder, *, hidden: Tensor) -> tuple[Tensor, bool]:
+def _trial_tail(model: Any, recorder: Recorder, *, hidden: Tensor, flags: dict[str, bool]) -> tuple[Tensor, bool]:
     """Logits of the injected hidden states, and whether the head needs input_ids of the same length."""
     rows, length = hidden.shape[-3:-1]
     reason: Exception | None = None
@@ -143,7 +165,7 @@ def _trial_tail(model: Any, recorder: Recorder, *, hidden: Tensor) -> tuple[Tens
         try:
             with torch.enable_grad():
                 leaf = hidden.detach().requires_grad_(True)
-                out = recorder.inject(leaf, run=lambda: model(input_ids=dummy, use_cache=False))
+                out = recorder.inject(leaf, run=partial(model, input_ids=dummy, **flags))
         except (RuntimeError, ValueError) as error:
             reason = error
             continue
@@ -163,7 +185,7 @@ def _rehearse(
 ) -> list[Rehearsal]:
     ids = torch.zeros(1, length, dtype=torch.int64)
     with torch.enable_grad():
-        calls = recorder.record(lambda: base(input_ids=ids, use_cache=False))
+        calls = recorder.record(lambda: base(input_ids=ids))
     rehearsals = Rehearsals(calls, shared=shared)
     return [
         rehearsals.run(i, layer=layer, parts=part)

@@ -1,0 +1,71 @@
+"""A model as the integers that planning needs."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from megatrain.model.anatomy import Anatomy, Unit
+from megatrain.model.layout import Entry
+from megatrain.model.sizes_types import ModelSizes, UnitSizes
+from megatrain.model.skeleton import ModelSpec
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
+
+
+def model_sizes(
+    spec: ModelSpec, *, anatomy: Anatomy, hidden_shape: tuple[int, ...], saved_bytes_per_token: int
+) -> ModelSizes:
+    """hidden_shape: of one token, [1, 1, D] or [A, 1, 1, D]; saved_bytes_per_token: see rehearsal.py."""
+    entries = [e for unit in anatomy.units for e in unit.layout.entries]
+    numel = torch.Size(hidden_shape).numel()
+    experts, chosen = _experts(spec.config)
+    return ModelSizes(
+        stem=_unit(anatomy.stem),
+        layers=tuple(_unit(u) for u in anatomy.layers),
+        tail=_unit(anatomy.tail),
+        hidden_numel_per_token=numel,
+        hidden_bytes_per_token=numel * spec.precision.itemsize,
+        vocab_size=int(spec.config.vocab_size),
+        params_total=sum(e.numel for e in entries if e.trainable),
+        params_trainable=sum(e.numel for e in entries if e.trainable),
+        params_active=sum(_active(e, experts=experts, chosen=chosen) for e in entries if e.trainable),
+        saved_bytes_per_token=saved_bytes_per_token,
+        config_hash=_hash(spec),
+    )
+
+
+def _unit(unit: Unit) -> UnitSizes:
+    layout = unit.layout
+    return UnitSizes(
+        name=unit.name,
+        elems=layout.elems,
+        bf16_elems=layout.bf16_elems,
+        streamed_bytes=layout.nbytes,
+        param_bytes=layout.param_bytes,
+        params=len(layout.params),
+    )
+
+
+def _experts(config: Any) -> tuple[int, int]:
+    """How many experts a layer has and how many a token visits; (1, 1) for a dense model."""
+    fields = config.to_dict()
+    for nested in ("ffn_config",):
+        fields |= fields[nested] if isinstance(fields.get(nested), dict) else {}
+    experts = next((int(fields[k]) for k in _EXPERTS if isinstance(fields.get(k), int)), 1)
+    chosen = next((int(fields[k]) for k in _CHOSEN if isinstance(fields.get(k), int)), experts)
+    return max(experts, 1), max(min(chosen, experts), 1)
+
+
+def _active(entry: Entry, *, experts: int, chosen: int) -> int:
+    """Elements a token's forward reads: of stacked expert weights [experts, ...] only the chosen ones."""
+    stacked = experts > 1 and len(entry.shape) >= 2 and entry.shape[0] == experts and "expert" in entry.name
+    return entry.numel * chosen // experts if stacked else entry.numel
+
+
+def _hash(spec: ModelSpec) -> str:
+    text = spec.config.to_json_string(use_diff=False) + f"|{spec.precision}|{spec.attention}|{spec.training}"
+    return hashlib.sha256(text.encode()).hexdigest()
