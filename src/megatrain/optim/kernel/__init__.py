@@ -78,12 +78,15 @@ class Kernel:
 
     def __init__(self, library: ctypes.CDLL, *, threads: int, isa: Isa | None = None) -> None:
         """isa: force a path (ValueError if this CPU lacks it); default: the best one."""
+        self._pool: int | None = None
         available = _isas(library)
         self.isa = available[-1] if isa is None else isa
         if self.isa not in available:
             raise ValueError(f"this CPU has no {self.isa.name}")
         self._library = library
-        self._pool: int | None = library.megatrain_pool_create(max(1, threads), self.isa)
+        self._pool = library.megatrain_pool_create(threads)
+        if self._pool is None:
+            raise MemoryError("no memory for the optimizer's threads")
         self.threads: int = library.megatrain_pool_threads(self._pool)  # fewer than asked for under a system limit
 
     def run(self, jobs: Sequence[Job]) -> None:
@@ -98,7 +101,7 @@ class Kernel:
             run.exp_avg, run.exp_avg_sq, run.n = job.exp_avg.data_ptr(), job.exp_avg_sq.data_ptr(), job.weights.numel()
             for field, value in zip(fields(Factors), astuple(job.factors), strict=True):
                 setattr(run, field.name, value)
-        self._library.megatrain_adamw(self._pool, runs, len(jobs))
+        self._library.megatrain_adamw(self._pool, self.isa, runs, len(jobs))
 
     def close(self) -> None:
         """End the threads."""
@@ -118,13 +121,13 @@ def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
         raise OSError(f"{path} is of another version; rebuild it: python -m megatrain.optim.kernel.build")
     library.megatrain_isas.restype = ctypes.c_uint
     library.megatrain_pool_create.restype = ctypes.c_void_p
-    library.megatrain_pool_create.argtypes = (ctypes.c_int, ctypes.c_int)
+    library.megatrain_pool_create.argtypes = (ctypes.c_int,)
     library.megatrain_pool_threads.restype = ctypes.c_int
     library.megatrain_pool_threads.argtypes = (ctypes.c_void_p,)
     library.megatrain_pool_destroy.restype = None
     library.megatrain_pool_destroy.argtypes = (ctypes.c_void_p,)
     library.megatrain_adamw.restype = None
-    library.megatrain_adamw.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Run), ctypes.c_int64)
+    library.megatrain_adamw.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Run), ctypes.c_int64)
     return library
 
 

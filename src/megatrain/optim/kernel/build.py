@@ -18,15 +18,16 @@ HERE = Path(__file__).parent
 LIBRARY_NAME = "libmegatrain_adamw.so"
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = (
-    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
+    "-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra",
+    "-fno-exceptions", "-fno-rtti",  # no C++ runtime library, so only glibc is needed where it runs
     "-ffp-contract=off",  # contractions are written out; see definition.py
     "-fno-math-errno",  # sqrt is an instruction
     "-fno-trapping-math",  # lets the scalar loop be vectorised; changes no result
 )  # fmt: skip
-LINK_FLAGS = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc")  # runs on Linuxes with another libstdc++
+LINK_FLAGS = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc")
 SOURCES: dict[str, tuple[str, ...]] = {  # and the flags of their instruction set
     "abi.cpp": (),
-    "pool.cpp": ("-pthread",),
+    "pool.cpp": (),
     "step_scalar.cpp": (),
     "step_avx2.cpp": ("-mavx2", "-mfma"),
     "step_avx512.cpp": ("-mavx512f", "-mfma"),

@@ -1,38 +1,45 @@
 // Threads of our own, so that neither OMP_NUM_THREADS nor the interpreter decides how many update.
+//
+// Written on pthreads, without exceptions or any other part of the C++ runtime library: the built file then needs
+// nothing but glibc, and runs on a machine other than the one that built it.
 #pragma once
 
-#include <condition_variable>
+#include <pthread.h>
+
 #include <cstdint>
-#include <functional>
-#include <mutex>
-#include <thread>
-#include <vector>
 
 namespace megatrain {
 
-// Calls a function on `threads` threads, the caller's among them. One `run` at a time.
+// Calls a function on several threads, the caller's among them. One `run` at a time.
 class Pool {
    public:
-    explicit Pool(int threads);  // or as many as the system grants: fewer are slower, not wrong
-    ~Pool();
-    Pool(const Pool&) = delete;
-    Pool& operator=(const Pool&) = delete;
+    using Work = void (*)(void* context);
 
-    int threads() const { return static_cast<int>(helpers_.size()) + 1; }
+    // `threads` in all, or as many as the system grants (fewer are slower, not wrong). Null when out of memory.
+    static Pool* create(int threads);
+    static void destroy(Pool* pool);
 
-    // Returns when `work` has returned on every thread.
-    void run(const std::function<void()>& work);
+    int threads() const { return helpers_ + 1; }
+
+    // Returns when `work(context)` has returned on every thread.
+    void run(Work work, void* context);
 
    private:
-    void serve();
+    Pool() = default;
+    static void* serve(void* pool);
+    void start(int helpers);
 
-    std::vector<std::thread> helpers_;
-    std::mutex mutex_;
-    std::condition_variable started_, finished_;
-    const std::function<void()>* work_ = nullptr;
+    pthread_mutex_t mutex_ = PTHREAD_MUTEX_INITIALIZER;  // guards what follows
+    pthread_cond_t started_ = PTHREAD_COND_INITIALIZER;
+    pthread_cond_t finished_ = PTHREAD_COND_INITIALIZER;
+    Work work_ = nullptr;
+    void* context_ = nullptr;
     uint64_t round_ = 0;  // counts calls of run: a helper works once per round
-    size_t busy_ = 0;     // helpers that have not finished this round
+    int busy_ = 0;        // helpers that have not finished this round
     bool closing_ = false;
+
+    int helpers_ = 0;
+    pthread_t* handles_ = nullptr;
 };
 
 }  // namespace megatrain

@@ -27,6 +27,7 @@ struct ScalarLanes {
     static Float sub(Float a, Float b) { return a - b; }
     static Float mul(Float a, Float b) { return a * b; }
     static Float div(Float a, Float b) { return a / b; }
+    static Float negative(Float a) { return -a; }
     static Float sqrt(Float a) { return std::sqrt(a); }
     static Float fma(Float a, Float b, Float c) { return std::fma(a, b, c); }
     static Float load(const float* p) { return *p; }
@@ -93,8 +94,10 @@ inline __attribute__((always_inline)) void update(const Run& r, int64_t i) {
 
     const F average = L::load(r.exp_avg + i);
     const F away = L::sub(grad, average);
-    const F m = lerp == Lerp::kFromAverage ? L::fma(L::fill(r.lerp), away, average)
-                                           : L::fma(L::fill(r.lerp - 1.0f), away, grad);
+    // The third differs from the second in the sign of a zero only.
+    const F m = lerp == Lerp::kFromAverage            ? L::fma(L::fill(r.lerp), away, average)
+                : contraction == Contraction::kVector ? L::fma(L::fill(r.lerp - 1.0f), away, grad)
+                                                      : L::fma(L::fill(1.0f - r.lerp), L::negative(away), grad);
     L::store(r.exp_avg + i, m);
 
     const F square = L::load(r.exp_avg_sq + i);

@@ -16,6 +16,7 @@ struct Avx2Lanes {
     static Float sub(Float a, Float b) { return _mm256_sub_ps(a, b); }
     static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
     static Float div(Float a, Float b) { return _mm256_div_ps(a, b); }
+    static Float negative(Float a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
     static Float sqrt(Float a) { return _mm256_sqrt_ps(a); }
     static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
     static Float load(const float* p) { return _mm256_loadu_ps(p); }

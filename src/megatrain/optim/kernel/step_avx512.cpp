@@ -16,6 +16,7 @@ struct Avx512Lanes {
     static Float sub(Float a, Float b) { return _mm512_sub_ps(a, b); }
     static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
     static Float div(Float a, Float b) { return _mm512_div_ps(a, b); }
+    static Float negative(Float a) { return _mm512_mul_ps(a, _mm512_set1_ps(-1.0f)); }
     static Float sqrt(Float a) { return _mm512_sqrt_ps(a); }
     static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
     static Float load(const float* p) { return _mm512_loadu_ps(p); }
