@@ -52,7 +52,8 @@ FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "jetmoe": lambda: JetMoeConfig(**(SMALL | {"kv_channels": 8, "num_local_experts": 4})),
     "dbrx": lambda: DbrxConfig(
         vocab_size=96, d_model=32, n_heads=4, n_layers=2, max_seq_len=64,
-        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0}, ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+        ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     ),
     "jamba": lambda: JambaConfig(
         **SMALL, num_experts=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,

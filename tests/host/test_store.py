@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import mmap
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from host.host_tiny import anatomy_of, meta_model
+from host.host_tiny import anatomy_of, meta_model, run_alone
 from megatrain.host.arena import Arena
 from megatrain.host.arena import footprint as arena_footprint
 from megatrain.host.store import HostStore, footprint
@@ -114,9 +111,7 @@ def test_pages_are_touched_once_and_cost_their_size() -> None:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
         print(made / size, (rss() - before) / size, faults)
     """
-    out = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
-    ).stdout.split()
+    out = run_alone(script)
     assert 0.99 < float(out[0]) < 1.06
     assert 0.99 < float(out[1]) < 1.06
     assert int(out[2]) < 200

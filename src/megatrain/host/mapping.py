@@ -43,11 +43,6 @@ class CheckpointMap:
     duplicates: dict[str, str] = field(default_factory=dict)  # key -> key of the same, tied tensor
     extras: tuple[str, ...] = ()
 
-    @property
-    def reversible(self) -> bool:
-        """Every entry is made of moves, so that the checkpoint's own keys can be written again."""
-        return all(p.moves is not None or p.value is not None for p in self.placements)
-
 
 def map_checkpoint(source: Source, *, units: Sequence[Unit], meta_model: Any) -> CheckpointMap:
     """Match a checkpoint's tensors with the entries of every unit.

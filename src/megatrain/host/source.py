@@ -100,9 +100,8 @@ def locate(folder: Path) -> Source:
             raise ModelError(f"the index names {path.name}, which is not there", where=str(folder / INDEX))
         for tensor in read_header(path).tensors:
             if tensor.name in tensors:
-                raise ModelError(
-                    f"{tensor.name} is in two files, {tensors[tensor.name].path.name} too", where=str(path)
-                )
+                first = tensors[tensor.name].path.name
+                raise ModelError(f"{tensor.name} is in {first} too", where=str(path))
             tensors[tensor.name] = tensor
     for name, file in wanted.items():
         if name not in tensors or tensors[name].path.name != file:

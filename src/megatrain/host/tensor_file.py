@@ -7,7 +7,6 @@ other and the size of the file before a byte of a tensor is read. Format: github
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.errors import DiskError, ModelError
+from megatrain.errors import ModelError
 
 PIECE_BYTES = 4 << 20
 """Read, checked and converted at a time, while it is in the cache."""
@@ -249,15 +248,10 @@ def header_bytes(slots: Iterable[Slot], *, metadata: Mapping[str, str]) -> bytes
 
 @contextmanager
 def created(path: Path) -> Iterator[int]:
-    """A new file to write, with the permissions of the umask, on the disk when the block ends. Raises DiskError."""
+    """A new file to write, with the permissions of the umask, on the disk when the block ends. Raises OSError."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            yield fd
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = "free some space and try again" if full else None
-        raise DiskError(f"cannot be written: {error.strerror}", where=str(path), hint=hint) from error
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
