@@ -182,10 +182,18 @@ def test_slots_hold_the_largest_layer_of_mixed_kinds() -> None:
 
 
 def test_a_large_vocabulary_gets_a_smaller_head_chunk() -> None:
+    wide = replace(SEVEN_B, vocab_size=1_000_000, saved_bytes_per_token=100)
     assert make(TINY).head_chunk == 4096
-    wide = make(vram=24 * GIB)
-    assert wide.head_chunk * SEVEN_B.vocab_size * 8 <= 24 * GIB * 0.1
-    assert wide.head_chunk < 4096
+    chunks = [make(wide, vram=gib * GIB, batch=8, seq=1024).head_chunk for gib in (120, 64, 32, 24)]
+    assert chunks == sorted(chunks, reverse=True)
+    assert chunks[-1] < chunks[0]
+    assert chunks[-1] * wide.vocab_size * 8 + wide.tail.param_bytes <= 24 * GIB * 0.1
+
+
+def test_logits_may_take_what_a_layer_takes_anyway() -> None:
+    narrow = make(replace(SEVEN_B, saved_bytes_per_token=10_000), vram=24 * GIB, micro_batch=4)
+    hungry = make(SEVEN_B, vram=24 * GIB, micro_batch=4)
+    assert hungry.head_chunk > narrow.head_chunk
 
 
 def test_the_executor_gets_what_it_allocates_for() -> None:
