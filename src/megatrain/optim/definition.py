@@ -1,4 +1,4 @@
-"""AdamW by definition: the arithmetic of ``torch.optim.AdamW(fused=True)`` on one thread, in plain torch.
+"""AdamW by definition: the arithmetic of ``torch.optim.AdamW(fused=True)`` on the CPU, in plain torch.
 
 Per element, every operation rounded to fp32, `fma` rounded once, the factors computed in double and then rounded::
 
@@ -10,9 +10,8 @@ Per element, every operation rounded to fp32, `fma` rounded once, the factors co
     p = p + (-lr / (1 - beta1^t) * m) / d
 
 One quirk belongs to it: torch takes eight elements at a time, and its compiler contracted the loop over the last
-``n % 8`` elements the other way, ``v = fma(beta2, v, (1 - beta2) * g * g)``. The kernel does the same, so that they
-agree for every length. With several threads torch cuts a tensor into more pieces, each with such a tail, so its last
-bits depend on the number of threads; ours never do.
+``n % 8`` elements of a tensor the other way, ``v = fma(beta2, v, (1 - beta2) * g * g)``. The kernel does the same, so
+that they agree for every length. The bits depend neither on threads nor on AVX-512 (torch's step stays at AVX2).
 """
 
 from __future__ import annotations
@@ -23,11 +22,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
-
-LANES = 8
-"""Elements that torch's fused step takes at a time (AVX2, also on machines with AVX-512)."""
-_CACHE_LINE = 16
-"""fp32 elements; torch's threads cut a tensor at multiples of this."""
 
 
 @dataclass(frozen=True)
@@ -81,29 +75,8 @@ def adamw_reference(
     decays: bool,
 ) -> None:
     """AdamW update number `step` of a contiguous run of elements: the definition, and what runs without a kernel."""
-    scaled = grad.float() * clip
-    state = (param, scaled, exp_avg, exp_avg_sq)
-
-    def fused(tensors: tuple[Tensor, ...]) -> None:
-        p, g, m, v = ([t] for t in tensors)
-        adamw(
-            p, g, m, v, [], [torch.tensor(float(step - 1))],
-            fused=True, amsgrad=False, maximize=False, lr=lr, beta1=hyper.betas[0], beta2=hyper.betas[1],
-            weight_decay=hyper.weight_decay if decays else 0.0, eps=hyper.eps,
-        )  # fmt: skip
-
-    # Cut so that torch's threads never meet a tail of their own: whole rounds of all threads, a padded round, the tail.
-    n = param.numel()
-    whole_round = _CACHE_LINE * torch.get_num_threads()
-    rounds, vectors = n - n % whole_round, n - n % LANES
-    if rounds:
-        fused(tuple(t[:rounds] for t in state))
-    if vectors > rounds:
-        padded = tuple(torch.ones(whole_round, dtype=torch.float32) for _ in state)
-        for whole, part in zip(padded, state, strict=True):
-            whole[: vectors - rounds] = part[rounds:vectors]
-        fused(padded)
-        for whole, part in zip(padded, state, strict=True):
-            part[rounds:vectors] = whole[: vectors - rounds]
-    if n > vectors:
-        fused(tuple(t[vectors:] for t in state))
+    adamw(
+        [param], [grad.float() * clip], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step - 1))],
+        fused=True, amsgrad=False, maximize=False, lr=lr, beta1=hyper.betas[0], beta2=hyper.betas[1],
+        weight_decay=hyper.weight_decay if decays else 0.0, eps=hyper.eps,
+    )  # fmt: skip

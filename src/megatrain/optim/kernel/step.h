@@ -16,7 +16,7 @@
 namespace megatrain {
 namespace {
 
-constexpr int64_t kTorchLanes = 8;  // definition.py LANES: the last n % 8 elements contract the other way
+constexpr int64_t kTorchLanes = 8;  // definition.py: the last n % 8 elements contract the other way
 constexpr int64_t kAhead = 512;     // elements of prefetch: 1 KiB ahead in 16-bit streams, 2 KiB in fp32 ones
 
 struct ScalarLanes {
