@@ -10,20 +10,20 @@ help:
 	@echo "setup       virtual environment in $(VENV) with megatrain and the tested versions of everything"
 	@echo "quickstart  fine-tune the embedded model on the embedded data (about a minute on two cores)"
 	@echo "smollm2     fetch SmolLM2-135M-Instruct and fine-tune it on chats"
-	@echo "check       ruff, mypy --strict, import-linter, every shipped recipe"
+	@echo "check       ruff, mypy --strict, import-linter, every shipped recipe, docs up to date"
 	@echo "test        the default tests     test-slow  all that need no GPU     test-gpu  on a CUDA machine"
 	@echo "bench       measure this machine  docs       regenerate the generated documents"
 
 $(BIN)/megatrain: pyproject.toml constraints.txt $(wildcard setup.py)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install -c constraints.txt -e ".[dev]"
 	@touch $@
 
 setup: $(BIN)/megatrain
 
 quickstart: setup
 	$(BIN)/megatrain finetune quickstart --set output.overwrite=true
-	$(BIN)/python scripts/sample.py runs/quickstart/model
+	$(BIN)/python scripts/sample.py runs/quickstart
 
 smollm2: setup
 	test -d models/smollm2-135m-instruct || $(BIN)/python scripts/fetch_smollm2.py models/smollm2-135m-instruct
@@ -35,6 +35,7 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/megatrain recipe check $(wildcard recipes/*.yaml)
+	$(BIN)/python scripts/recipe_doc.py --check
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -53,6 +54,7 @@ bench: setup
 	$(BIN)/megatrain bench quickstart
 
 docs: setup
+	$(BIN)/python scripts/recipe_doc.py
 	$(BIN)/python scripts/models_doc.py
 
 clean:
