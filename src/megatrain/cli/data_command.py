@@ -133,7 +133,8 @@ def _tally(tally: dict[str, Any], *, what: str) -> list[str]:
 def _totals_text(totals: dict[str, Any], *, role: str) -> list[str]:
     filled = "" if totals["filled"] is None else f", {totals['filled']:.1%} filled"
     return [
-        f"{role}: {totals['documents']:,} documents, {totals['mean']:,} tokens on average, {totals['longest']:,} at most",
+        f"{role}: {totals['documents']:,} documents of {totals['mean']:,} tokens on average, "
+        f"{totals['longest']:,} at most",
         f"  an epoch: {totals['sequences_per_epoch']:,} sequences{filled}, {totals['steps_per_epoch']:,} steps",
     ]
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatrain.data.formats import Conversation
-from megatrain.data.messages import Message
+from megatrain.data.messages import Message, Tool
 from megatrain.data.records import BadRow
 from megatrain.errors import DataError
 
@@ -55,7 +56,7 @@ class ChatTemplate:
         self.manner = self._learn()
 
     def text(
-        self, messages: Sequence[Message], *, tools: tuple[object, ...] = (), generation_prompt: bool = False
+        self, messages: Sequence[Message], *, tools: tuple[Tool, ...] = (), generation_prompt: bool = False
     ) -> str:
         """What the template prints, as it is. Raises BadRow if it cannot."""
         try:
@@ -72,14 +73,15 @@ class ChatTemplate:
 
     def generation_spans(self, conversation: Conversation) -> list[tuple[int, int]]:
         """The characters [start, end) inside ``{% generation %}`` blocks."""
-        _, spans = render_jinja_template(
+        named: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
+        printed: Any = render_jinja_template(
             [list(conversation.messages)],
             tools=list(conversation.tools) or None,
             chat_template=self._source,
             return_assistant_tokens_mask=True,
-            **self._tokenizer.special_tokens_map,
+            **named,
         )
-        return [(start, end) for start, end in spans[0]]
+        return [(start, end) for start, end in printed[1][0]]
 
     def print(self, conversation: Conversation) -> tuple[Conversation, str]:
         """The text with every message in it, and the conversation as it was printed. Raises BadRow."""

@@ -1,4 +1,4 @@
-"""From what a recipe calls a source (file, glob, folder, hub id) to the files it means."""
+"""From what a recipe calls a source (file, glob, folder, hub id, ``megatrain:NAME``) to the files it means."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatrain.data.lines import read_json, read_jsonl, read_txt
 from megatrain.data.records import Record
 from megatrain.data.tables import read_arrow, read_csv, read_hub, read_parquet
 from megatrain.errors import DataError
+from megatrain.recipe import is_asset, resolve_asset
 
 KINDS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _PACKED = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")  # may also end in .gz
@@ -30,6 +31,7 @@ class Place:
 
     files: tuple[Path, ...]  # empty: a data set of the hub
     hub_id: str | None = None
+    name: str | None = None  # what to call the one file, if not by its path
 
 
 def locate(path: str, *, split: str) -> Place:
@@ -38,6 +40,8 @@ def locate(path: str, *, split: str) -> Place:
     `split` chooses among the files of a folder (by the words in their names, as on the hub) and among the
     splits of a hub data set; a file or a glob that is named outright is taken as it is.
     """
+    if is_asset(path):
+        return Place((_known(resolve_asset(path)),), name=path)
     local = Path(path).expanduser()
     if local.is_dir():
         return Place(_of_folder(local, split=split))
@@ -48,7 +52,8 @@ def locate(path: str, *, split: str) -> Place:
         if not found:
             raise DataError("no file matches", where=path, hint="relative paths count from the current directory")
         return Place(tuple(_known(p) for p in found))
-    if _suffix(local) in KINDS or not _HUB_ID.match(path):
+    in_a_folder = local.parent != Path() and local.parent.is_dir()
+    if _suffix(local) in KINDS or in_a_folder or not _HUB_ID.match(path):
         hint = "relative paths count from the current directory"
         raise DataError("no such file or folder", where=path, hint=hint)
     return Place((), hub_id=path)
@@ -59,11 +64,10 @@ def read(place: Place, *, subset: str | None, split: str, wanted: frozenset[str]
     if place.hub_id is not None:
         yield from read_hub(place.hub_id, subset=subset, split=split, wanted=wanted)
     for path in place.files:
-        yield from _read_file(path, wanted=wanted)
+        yield from _read_file(path, name=place.name or str(path), wanted=wanted)
 
 
-def _read_file(path: Path, *, wanted: frozenset[str]) -> Iterator[Record]:
-    name = str(path)
+def _read_file(path: Path, *, name: str, wanted: frozenset[str]) -> Iterator[Record]:
     match _suffix(path):
         case ".jsonl" | ".ndjson":
             return read_jsonl(path, name=name)

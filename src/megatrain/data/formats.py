@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatrain.data.messages import Message, as_messages, text_of
+from megatrain.data.messages import Message, Tool, as_messages, text_of
 from megatrain.data.records import BadRow
 from megatrain.errors import DataError
 
@@ -34,7 +34,7 @@ class Conversation:
     """Messages for the chat template."""
 
     messages: tuple[Message, ...]
-    tools: tuple[object, ...] = ()
+    tools: tuple[Tool, ...] = ()
     prompt: int = 0  # so many messages belong to the prompt and are never trained on
 
 
@@ -169,7 +169,7 @@ class RowReader:
         return ({"role": "system", "content": system}, *messages) if system else messages
 
 
-def _tools(value: object) -> tuple[object, ...]:
+def _tools(value: object) -> tuple[Tool, ...]:
     """Tool definitions, which many data sets keep as a JSON string."""
     if isinstance(value, str):
         try:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
-from json.decoder import WHITESPACE
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO, cast
 
 from megatrain.data.records import Record
 from megatrain.errors import DataError
 
+_SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 _BOM = b"\xef\xbb\xbf"
 
 
-def open_bytes(path: Path) -> IO[bytes]:
+def open_bytes(path: Path) -> BinaryIO:
     """The bytes of a file, unpacked if its name ends in .gz."""
     try:
-        return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+        return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
 
@@ -135,7 +136,7 @@ def _scan(text: str, *, name: str) -> Iterator[Record]:
 
 
 def _skip(text: str, position: int) -> int:
-    match = WHITESPACE.match(text, position)
+    match = _SPACE.match(text, position)
     return match.end() if match else position
 
 

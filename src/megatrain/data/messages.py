@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from megatrain.data.records import BadRow
 
-Message = dict[str, object]
+Message = dict[str, Any]
 """{"role": system|user|assistant|tool, "content": str, ...}; further keys (tool_calls, ...) are the template's."""
+
+Tool = dict[str, Any]
+"""The definition of a function, as a JSON schema."""
 
 _ROLES = {
     "system": "system",

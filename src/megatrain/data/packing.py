@@ -6,6 +6,7 @@ decreasing, within 22 % of the fewest possible rows and a fraction of a percent 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,20 +46,20 @@ def best_fit(documents: Indices, *, lengths: Indices, capacity: int, longest_fir
     Rows come in the order in which their first document did. With longest_first documents of equal length keep
     their order; without it all do, as nearly as filling the rows allows.
 
-    Rows with room r wait on stack r, and bit r of `waiting` says whether any do: the least room that suffices is
+    Rows with room r wait in queue r, and bit r of `waiting` says whether any do: the least room that suffices is
     the lowest bit at or above a length, so a document costs O(capacity / 64) machine words and no search.
     """
     order = np.argsort(-lengths, kind="stable") if longest_first else np.arange(len(lengths))
     row_of = np.empty(len(documents), np.int64)
-    stacks: dict[int, list[int]] = {}
+    queues: dict[int, deque[int]] = {}
     waiting, rows = 0, 0
     for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
         suffices = waiting >> length
         if suffices:
             room = length + (suffices & -suffices).bit_length() - 1
-            stack = stacks[room]
-            row = stack.pop()
-            if not stack:
+            queue = queues[room]
+            row = queue.popleft()
+            if not queue:
                 waiting ^= 1 << room
         else:
             room, row = capacity, rows
@@ -66,7 +67,7 @@ def best_fit(documents: Indices, *, lengths: Indices, capacity: int, longest_fir
         row_of[index] = row
         left = room - length
         if left:
-            stacks.setdefault(left, []).append(row)
+            queues.setdefault(left, deque()).append(row)
             waiting |= 1 << left
     # Grouped by row; within a row, the order in which the documents were given.
     grouped = np.argsort(row_of, kind="stable")

@@ -17,7 +17,6 @@ from megatrain.data.order import hold_out
 from megatrain.data.records import BadRow, Record, Refusal, Tally
 from megatrain.data.samples import Flags, Samples, SamplesBuilder, Tokens
 from megatrain.errors import DataError
-from megatrain.recipe import resolve_asset
 
 if TYPE_CHECKING:
     from megatrain.recipe import Recipe, Source
@@ -147,10 +146,8 @@ class _Intake:
             raise self.account.refusal()
 
     def _records(self) -> Iterator[Record]:
-        path, split = self._source.path, self._source.split
-        if path.startswith("megatrain:"):
-            path = str(resolve_asset(path))
-        place = locate(path, split=split)
+        split = self._source.split
+        place = locate(self._source.path, split=split)
         records = read(place, subset=self._source.subset, split=split, wanted=self._reader.wanted)
         for count, record in enumerate(records):
             if count == self._source.limit:

@@ -71,7 +71,8 @@ def read_arrow(path: Path, *, name: str, wanted: frozenset[str]) -> Iterator[Rec
 
     try:
         with pyarrow.memory_map(str(path)) as file:
-            framed = path.open("rb").read(6) == b"ARROW1"
+            framed = file.read(6) == b"ARROW1"
+            file.seek(0)
             if framed:
                 reader = ipc.open_file(file)
                 batches = map(reader.get_batch, range(reader.num_record_batches))
@@ -88,7 +89,7 @@ def read_hub(path: str, *, subset: str | None, split: str, wanted: frozenset[str
 
     try:
         found = datasets.load_dataset(path, name=subset, split=split)
-    except Exception as error:  # a border: a script of somebody else's, the network, the hub
+    except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:
         raise DataError(
             f"the data set cannot be had: {_first_line(error)}",
             where=path,

@@ -20,8 +20,11 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer with the recipe's chat template, ready to encode whole texts. Raises DataError."""
     path = recipe.tokenizer.path or recipe.model.path
     key = "tokenizer.path" if recipe.tokenizer.path else "model.path"
-    name = str(resolve_asset(path)) if path.startswith("megatrain:") else path
+    name = str(resolve_asset(path))
     local = Path(name).expanduser()
+    if local.is_dir() and not any(local.glob("*token*")) and not any(local.glob("vocab.*")):
+        hint = "copy the model's tokenizer.json and tokenizer_config.json into it, or set tokenizer.path"
+        raise DataError("the folder holds no tokenizer", where=f"{key} ({path})", hint=hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(local) if local.is_dir() else name,
