@@ -7,6 +7,7 @@ reads another layer's, cannot go unseen.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,9 @@ class Result:
         self.gradients[name] = gradient.clone() if old is None else old + gradient
 
 
-def reference_model(config: PretrainedConfig, *, attention: str, dtype: torch.dtype, training: bool) -> Any:
+def reference_model(
+    config: PretrainedConfig, *, attention: str, dtype: torch.dtype = torch.float32, training: bool = False
+) -> Any:
     """Plain Hugging Face, weights and router biases moved away from their symmetric initial values."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention, dtype=dtype)
@@ -91,28 +94,55 @@ def inputs_of(batch: MicroBatch) -> dict[str, Tensor]:
     return {k: v for k, v in given.items() if v is not None}
 
 
-def run_reference_with_router_loss(model: Any, batch: MicroBatch, *, coefficient: float) -> Result:
-    """One micro-batch with Hugging Face's own auxiliary loss: `out.aux_loss`, weighted and added."""
+def router_loss(model: Any, logits: Sequence[tuple[Tensor, ...]], mask: Tensor | None) -> Tensor:
+    """Hugging Face's function over the router logits of several micro-batches, called with the model's own numbers."""
+    home = sys.modules[type(model).__module__]
+    config = model.config
+    experts = next(v for k in ("num_experts", "num_local_experts") if (v := getattr(model, k, getattr(config, k, None))))
+    joined = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
+    result: Tensor = home.load_balancing_loss_func(joined, experts, config.num_experts_per_tok, mask)
+    return result
+
+
+def run_reference_with_router_loss(model: Any, batches: Sequence[MicroBatch], *, coefficient: float) -> Result:
+    """Hugging Face with its auxiliary loss: its own `out.aux_loss` for one micro-batch, its function once for more."""
     model.zero_grad()
-    out = model(**inputs_of(batch), use_cache=False, output_router_logits=True)
-    targets = F.pad(batch.labels, (0, 1), value=IGNORE)[:, 1:].reshape(-1)
-    logits = out.logits.float().reshape(-1, out.logits.shape[-1])
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / batch.supervised
-    (loss + coefficient * out.aux_loss).backward()
+    denominator = sum(b.supervised for b in batches)
+    outs = [model(**inputs_of(b), use_cache=False, output_router_logits=True) for b in batches]
+    losses = [_cross_entropy(out.logits, b) / denominator for out, b in zip(outs, batches, strict=True)]
+    if len(batches) == 1:
+        aux = outs[0].aux_loss
+        (losses[0] + coefficient * aux).backward()
+    else:
+        leaves = [tuple(t.detach().requires_grad_(True) for t in out.router_logits) for out in outs]
+        aux = router_loss(model, leaves, None)
+        (coefficient * aux).backward()
+        for loss, out, leaf in zip(losses, outs, leaves, strict=True):  # in order, as the step sums them
+            torch.autograd.backward([loss, *out.router_logits], [torch.ones(()), *(t.grad for t in leaf)])
+    total = sum(loss.detach() for loss in losses)
+    assert isinstance(total, Tensor)
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return Result(loss.detach(), out.aux_loss.detach(), gradients)
+    return Result(total, aux.detach(), gradients)
 
 
-def run_reference(model: Any, batches: Sequence[MicroBatch]) -> Result:
-    """The step as Hugging Face would do it: one graph per micro-batch, gradients summed by autograd."""
+def _cross_entropy(logits: Tensor, batch: MicroBatch) -> Tensor:
+    targets = F.pad(batch.labels, (0, 1), value=IGNORE)[:, 1:].reshape(-1)
+    rows = logits.float().reshape(-1, logits.shape[-1])
+    return F.cross_entropy(rows, targets, ignore_index=IGNORE, reduction="sum")
+
+
+def run_reference(model: Any, batches: Sequence[MicroBatch], *, masks: Any = None) -> Result:
+    """The step as Hugging Face would do it: one graph per micro-batch, gradients summed by autograd.
+
+    masks: attention masks to give to the model instead of the batch's own.
+    """
     model.zero_grad()
     denominator = sum(b.supervised for b in batches)
     total = torch.zeros(())
     for batch in batches:
-        logits = model(**inputs_of(batch), use_cache=False).logits.float()
-        targets = F.pad(batch.labels, (0, 1), value=IGNORE)[:, 1:].reshape(-1)
-        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets, ignore_index=IGNORE, reduction="sum")
-        loss = loss / denominator
+        extra = {} if masks is None else {"attention_mask": masks}
+        logits = model(**(inputs_of(batch) | extra), use_cache=False).logits
+        loss = _cross_entropy(logits, batch) / denominator
         loss.backward()
         total = total + loss.detach()
     return Result(total, None, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
@@ -122,11 +152,20 @@ class Streamed:
     """A StreamedModel with the weights of `source`, stepped layer-major over micro-batches."""
 
     def __init__(
-        self, source: nn.Module, config: PretrainedConfig, *, attention: str, dtype: torch.dtype, training: bool,
+        self,
+        source: nn.Module,
+        *,
+        config: PretrainedConfig,
+        attention: str,
+        dtype: torch.dtype = torch.float32,
+        training: bool = False,
         compile: bool = False,
+        packing: bool = False,
     ) -> None:
         spec = ModelSpec(copy.deepcopy(config), attention, dtype, training, compile)
         self.model = StreamedModel.build(spec, rng=CpuRng())
+        if packing:
+            self.model.check_packing()
         weights: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
         weights |= dict(source.named_buffers(remove_duplicate=False))
         anatomy = self.model.anatomy
@@ -172,6 +211,16 @@ class Streamed:
         for p, slope in zip(passes, slopes, strict=True):
             p.finish(slope, accumulate=accumulate)
         return result
+
+    def hidden(self, ids: Tensor, *, positions: Tensor | None) -> Tensor:
+        """The last layer's output, without gradients."""
+        batch = MicroBatch(ids, ids, positions, None, ids.numel(), ids.numel())
+        current = self.model.begin(batch, grad=False)
+        out = current.hidden
+        for i in range(len(self.model.anatomy.layers)):
+            out = current.forward(i, self._load(i), out)
+            self._release(i)
+        return out
 
     def _load(self, layer: int) -> dict[str, Tensor]:
         unit, slot = self.model.anatomy.layers[layer], self.slots[layer % 2]

@@ -7,24 +7,26 @@ with stubs in the layers' places; each layer is its own Hugging Face module with
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from megatrain.errors import ModelError
 from megatrain.model.anatomy import Anatomy
 from megatrain.model.aux import step_router_loss
 from megatrain.model.anatomy_of import Parts, build_anatomy, parts_of
 from megatrain.model.batch import MicroBatch
 from megatrain.model.kinds import kinds_of
+from megatrain.model.packing import document_masks, leaking_layers, striped
 from megatrain.model.passes import Pass
 from megatrain.model.sites import Sites
 from megatrain.model.sizes import model_sizes
 from megatrain.model.sizes_types import ModelSizes
 from megatrain.model.skeleton import LayerList, ModelSpec, build_skeleton, find_layers, refuse_by_type
-from megatrain.model.stubs import Recorder, Stub
+from megatrain.model.stubs import LayerCall, Recorder, Stub
 from megatrain.model.tail import Head
 from megatrain.model.trial import Trial, run_trial
 
@@ -73,6 +75,7 @@ class StreamedModel:
         self._trial = trial
         self._outer_sites = Sites(parts.outer_sites)
         self._training: bool | None = None
+        self._explicit_masks = False  # packed rows: give the model its masks (see check_packing)
         self.stochastic = spec.training and trial.stochastic
         self.forward_needs_grad = trial.forward_needs_grad
         self.layer_plans: tuple[LayerPlan, ...] = ()
@@ -117,6 +120,42 @@ class StreamedModel:
         """The whole model on the meta device, layers in place: for names, ties, config, initialisation, saving."""
         return build_skeleton(self.spec)
 
+    def check_packing(self) -> None:
+        """Make sure that documents packed into a row stay apart. Call it before the first packed batch.
+
+        Raises ModelError naming the layers where they would not. Families that need explicit masks get them.
+        """
+        leaking = self._leaking_layers(masks=False)
+        if not leaking:
+            return
+        if not self._leaking_layers(masks=True):
+            self._explicit_masks = True
+            return
+        index = leaking[0]
+        kind = self.anatomy.kinds[index]
+        same = [i for i, k in enumerate(self.anatomy.kinds) if k == kind]
+        raise ModelError(
+            f"{type(self._found.layers[index]).__name__} (layers {', '.join(map(str, same))}) lets packed documents "
+            f"see each other in model type {self.spec.config.model_type}",
+            hint="set data.packing: false",
+        )
+
+    def _leaking_layers(self, *, masks: bool) -> tuple[int, ...]:
+        """First layer of each kind that leaks, or layer 0 if the model does not take what tells documents apart."""
+        fresh = StreamedModel.build(replace(self.spec, training=False, compile=False), rng=self.rng)
+        fresh._explicit_masks = masks
+        fresh._outer_sites.put({n: striped(t) for n, t in fresh._parts.outer.items()})
+        try:
+            return leaking_layers(
+                fresh._record, found=fresh._found, parts=fresh._parts, kinds=self.anatomy.kinds, shared=fresh._trial.shared
+            )
+        except (TypeError, ValueError, AttributeError, RuntimeError):
+            return (0,)
+
+    def _record(self, batch: MicroBatch) -> list[LayerCall]:
+        inputs = self._inputs(batch)
+        return self._recorder.record(lambda: self._trial.base(**inputs, **self._trial.flags))
+
     def outer_buffers_to(self, device: torch.device) -> None:
         """Move the computed buffers (rotary tables, scales) to where passes run. Persistent ones come by binding."""
         for root in (self._model, *self._found.layers):
@@ -154,7 +193,7 @@ class StreamedModel:
         """Run the stem on `batch` (already where passes run). Without `grad` the pass is an evaluation: no dropout."""
         self._set_training(grad and self.spec.training)
         with torch.set_grad_enabled(grad):
-            calls = self._recorder.record(lambda: self._trial.base(**_inputs(batch), **self._trial.flags))
+            calls = self._record(batch)
         return Pass(self, batch=batch, calls=calls, shared=self._trial.shared, training=grad and self.spec.training)
 
     @cached_property
@@ -210,11 +249,14 @@ class StreamedModel:
         for root in (self._model, *self._found.layers):
             root.train(training)
 
-
-def _inputs(batch: MicroBatch) -> dict[str, Tensor]:
-    inputs = {"input_ids": batch.input_ids}
-    if batch.attention_mask is not None:
-        inputs["attention_mask"] = batch.attention_mask
-    if batch.position_ids is not None:
-        inputs["position_ids"] = batch.position_ids
-    return inputs
+    def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": batch.input_ids}
+        if batch.attention_mask is not None:
+            inputs["attention_mask"] = batch.attention_mask
+        if batch.position_ids is not None:
+            inputs["position_ids"] = batch.position_ids
+            if self._explicit_masks:
+                inputs["attention_mask"] = document_masks(
+                    self._model.config, position_ids=batch.position_ids, dtype=self.spec.precision
+                )
+        return inputs
