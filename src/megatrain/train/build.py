@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from megatrain.data.loader import Loader
 from megatrain.data.prepare import Prepared
 from megatrain.host.arena import footprint
-from megatrain.host.initialise import init_random
+from megatrain.host.initial import init_random
 from megatrain.host.store import HostStore
 from megatrain.host.weights import fetch, load_pretrained
 from megatrain.model.batch import MicroBatch

@@ -107,9 +107,9 @@ def file_name(unit: HostUnit) -> str:
 
 
 def state_bytes(store: HostStore) -> int:
-    """Bytes of one checkpoint."""
+    """Bytes of tensors in one checkpoint."""
     tensors = [t for u in store.units for t in (u.hi, u.lo, u.exp_avg, u.exp_avg_sq, u.steps)]
-    return sum(t.numel() * t.element_size() for t in tensors) + _SPARE_BYTES
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class CheckpointWriter:
@@ -180,7 +180,7 @@ class CheckpointWriter:
         return manifest
 
     def _check_space(self) -> None:
-        needed, free = state_bytes(self._store), shutil.disk_usage(self._folder).free
+        needed, free = state_bytes(self._store) + _SPARE_BYTES, shutil.disk_usage(self._folder).free
         if free < needed:
             raise OSError(f"{format_size(needed)} are needed and {format_size(free)} are free in {self._folder}")
 

@@ -135,8 +135,9 @@ def _source(recipe: Recipe) -> Path | None:
 def _tokenizer_saver(tokenizer: PreTrainedTokenizerBase, *, recipe: Recipe) -> Callable[[Path], None]:
     """Copies the tokenizer's own files where it came from a folder as it is; else has transformers write them."""
     folder = Path(tokenizer.name_or_path)
-    if recipe.tokenizer.chat_template is not None or not folder.is_dir():
-        return tokenizer.save_pretrained
+
+    def write(out: Path) -> None:
+        tokenizer.save_pretrained(out)
 
     def copy(out: Path) -> None:
         for pattern in _TOKENIZER_FILES:
@@ -146,4 +147,4 @@ def _tokenizer_saver(tokenizer: PreTrainedTokenizerBase, *, recipe: Recipe) -> C
                 else:
                     shutil.copyfile(file, out / file.name)
 
-    return copy
+    return write if recipe.tokenizer.chat_template is not None or not folder.is_dir() else copy

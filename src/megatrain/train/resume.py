@@ -75,8 +75,9 @@ def _automatic(rundir: RunDir, *, recipe: Recipe) -> Start:
             hint="its model is in place; --set output.overwrite=true with --resume never starts over",
             where="--resume",
         )
-    note = (f"nothing to resume in {rundir.path}; starting afresh",) if rundir.holds_run() else ()
-    return Start((), replaces=rundir.holds_run(), in_place=True, finished=False, notes=note, warnings=warnings)
+    held = rundir.holds_run()
+    notes = (f"nothing to resume in {rundir.path}; starting afresh",) if held else ()
+    return Start((), replaces=held, in_place=True, finished=False, notes=notes, warnings=warnings)
 
 
 def _from_path(rundir: RunDir, *, path: Path, recipe: Recipe) -> Start:

@@ -287,7 +287,8 @@ class Session:
         )
         self._console.note(
             f"{planned.device_name}: micro-batches of {plan.micro_batch}, {plan.slots} weight slots, "
-            f"activations on the {plan.activations}, {plan.threads} optimizer threads, {format_size(plan.host_total)} of host memory"
+            f"activations on the {plan.activations}, {plan.threads} optimizer threads, "
+            f"{format_size(plan.host_total)} of host memory"
             + (f", {format_size(plan.device_total)} of VRAM" if not plan.on_cpu else "")
         )
         if start.candidates and start.candidates[0].manifest.identity.total_steps != steps:
