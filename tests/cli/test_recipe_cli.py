@@ -58,7 +58,7 @@ def last_object(stdout: str) -> dict[str, Any]:
         ["recipe", "schema"],
         ["recipe", "new"],
         ["recipe", "list"],
-        ["bench", "quickstart"],
+        ["doctor"],
     ],
 )
 def test_torch_is_not_imported(arguments: list[str]) -> None:
@@ -111,18 +111,6 @@ def test_every_command_of_the_contract_has_help(capsys: pytest.CaptureFixture[st
             "--max",
         ],
         ["estimate-memory", "--model", "gpt2"],
-        [
-            "bench",
-            "quickstart",
-            "--steps",
-            "2",
-            "--tokens-per-step",
-            "64",
-            "--baseline",
-            "resident",
-            "--trace",
-            "x.json",
-        ],
         ["verify", "--model", "gpt2", "--set", "optimizer.lr=1"],
         ["report", "runs/a", "runs/b"],
         ["doctor"],
