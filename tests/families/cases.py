@@ -28,16 +28,49 @@ CHUNKED = 5e-7
 CHUNK = 7
 
 LEAKING = frozenset(
-    "bloom qwen3_next qwen3_5_text qwen3_5_moe_text jamba bamba nemotron_h falcon_h1 granitemoehybrid lfm2 lfm2_moe "
-    "mamba mamba2 zamba2 recurrent_gemma minimax olmo_hybrid".split()
+    {
+        "bloom",
+        "qwen3_next",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "jamba",
+        "bamba",
+        "nemotron_h",
+        "falcon_h1",
+        "granitemoehybrid",
+        "lfm2",
+        "lfm2_moe",
+        "mamba",
+        "mamba2",
+        "zamba2",
+        "recurrent_gemma",
+        "minimax",
+        "olmo_hybrid",
+    }
 )
 """Packing is refused: state or masks that do not know documents."""
 EXPLICIT_MASKS = frozenset({"opt", "mpt", "gpt_oss", "afmoe", "biogpt", "xglm"})
 """Packing works with masks from transformers.masking_utils; the family's own forward would leak."""
 ROUTER_LOSS = (
-    "mixtral qwen2_moe qwen3_moe gpt_oss olmoe granitemoe granitemoeshared phimoe qwen3_next jamba qwen3_5_moe_text "
-    "ernie4_5_moe minimax_m2 flex_olmo granitemoehybrid dbrx jetmoe minimax"
-).split()
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "olmoe",
+    "granitemoe",
+    "granitemoeshared",
+    "phimoe",
+    "qwen3_next",
+    "jamba",
+    "qwen3_5_moe_text",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "flex_olmo",
+    "granitemoehybrid",
+    "dbrx",
+    "jetmoe",
+    "minimax",
+)
 DROPOUT: dict[str, dict[str, float]] = {
     "gpt2": {},
     "llama": {"attention_dropout": 0.1},
@@ -128,9 +161,7 @@ def _tied(streamed: Streamed) -> frozenset[str]:
     anatomy = streamed.model.anatomy
     shared = {n for plan in streamed.model.layer_plans for n in plan.shared_names}
     in_head = set(streamed.model.head.names)
-    return frozenset(
-        e.name for e in anatomy.stem.layout.params if {f"stem:{e.name}"} & (shared | in_head)
-    )
+    return frozenset(e.name for e in anatomy.stem.layout.params if {f"stem:{e.name}"} & (shared | in_head))
 
 
 def _router(case: Case) -> dict[str, float]:

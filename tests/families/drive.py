@@ -98,7 +98,8 @@ def router_loss(model: Any, logits: Sequence[tuple[Tensor, ...]], mask: Tensor |
     """Hugging Face's function over the router logits of several micro-batches, called with the model's own numbers."""
     home = sys.modules[type(model).__module__]
     config = model.config
-    experts = next(v for k in ("num_experts", "num_local_experts") if (v := getattr(model, k, getattr(config, k, None))))
+    names = ("num_experts", "num_local_experts")
+    experts = next(v for k in names if (v := getattr(model, k, getattr(config, k, None))))
     joined = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
     result: Tensor = home.load_balancing_loss_func(joined, experts, config.num_experts_per_tok, mask)
     return result

@@ -76,19 +76,27 @@ MAMBA_HEADS: Fields = {
     "mamba_chunk_size": 8,
 }
 CONV_MIX: Fields = {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3}
-GEMMA3N: Fields = HEADS | SLIDING | {
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB,
-    "laurel_rank": 8,
-    "altup_num_inputs": 2,
-    "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
-    "intermediate_size": [96] * 4,
-}
-GEMMA4: Fields = HEADS | SLIDING | {
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB,
-    "global_head_dim": 32,
-}
+GEMMA3N: Fields = (
+    HEADS
+    | SLIDING
+    | {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
+        "intermediate_size": [96] * 4,
+    }
+)
+GEMMA4: Fields = (
+    HEADS
+    | SLIDING
+    | {
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "global_head_dim": 32,
+    }
+)
 FALCON: Fields = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 NO_KV = ("num_key_value_heads",)
 
@@ -150,9 +158,7 @@ VARIANTS: dict[str, Fields] = {
         "max_seq_len": 128,
     },
     "mixtral": _fields(BASE, sliding_window=WINDOW, num_local_experts=4),
-    "qwen2_moe": _fields(
-        BASE, SMALL_EXPERTS, QWEN_WINDOW, shared_expert_intermediate_size=32, mlp_only_layers=[0]
-    ),
+    "qwen2_moe": _fields(BASE, SMALL_EXPERTS, QWEN_WINDOW, shared_expert_intermediate_size=32, mlp_only_layers=[0]),
     "qwen3_moe": _fields(HEADS, SMALL_EXPERTS, mlp_only_layers=[0]),
     "gpt_oss": HEADS | SLIDING | LOCAL_EXPERTS,
     "deepseek_v2": _fields(BASE, LATENT, ROUTED, n_group=2),

@@ -81,9 +81,7 @@ def build_anatomy(
     A parameter reached by neither belongs to the tail as unused. Outer buffers and frozen parameters go to the stem.
     """
     across = frozenset(name for layer in parts.layers for name in layer.shared)
-    in_stem = {
-        n for n, t in parts.outer.items() if n in stem or n in across or not _trainable(t)
-    }
+    in_stem = {n for n, t in parts.outer.items() if n in stem or n in across or not _trainable(t)}
     stem_unit = _unit(0, "stem", [(n, parts.outer[n]) for n in parts.outer if n in in_stem], names=parts.names)
     layer_units = tuple(
         _unit(i + 1, f"layer {i}", part.tensors.items(), names=parts.names, unused=unused_in_layers[i])

@@ -76,7 +76,7 @@ def _row(tokens: Tensor, positions: Tensor) -> MicroBatch:
 
 
 def striped(tensor: Tensor) -> Tensor:
-    """A CPU tensor of the same shape whose rows differ but whose columns are one column, expanded: next to no memory."""
+    """A CPU tensor of the same shape that holds one column, expanded: rows differ, next to no memory."""
     if tensor.dim() < 2 or not tensor.is_floating_point():
         return hollow(tensor).detach()
     column = torch.rand(tensor.shape[0], generator=torch.Generator().manual_seed(1)).to(tensor.dtype)

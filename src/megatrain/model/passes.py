@@ -10,7 +10,6 @@ Letters: A parallel streams (gemma3n), B rows, S positions, D hidden. Hidden sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatrain.model.batch import MicroBatch
+from megatrain.model.stem import Prepared, StemOutputs
 from megatrain.model.stubs import LayerCall
 from megatrain.model.tail import Accumulate, TailResult, tail_loss
 
@@ -25,23 +25,6 @@ if TYPE_CHECKING:
     from megatrain.model.streamed import StreamedModel
 
 State = dict[str, dict[Any, Any]]  # argument name -> entries of the mapping that every layer sees
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A layer's call, ready to be replayed. `externals`: which stem outputs (by number) its arguments hold."""
-
-    call: LayerCall
-    externals: tuple[int, ...]
-
-
-@dataclass
-class StemOutputs:
-    """What came out of the stem with a graph: the hidden states first, then whatever else layers are given."""
-
-    outputs: list[Tensor]  # with graph
-    values: list[Tensor]  # the same, detached: what the layers' arguments hold
-    gradients: list[Tensor | None] = field(default_factory=list)
 
 
 class Pass:
@@ -59,9 +42,8 @@ class Pass:
         self.batch = batch
         self.training = training
         self._model = model
-        self._stem = StemOutputs([], [])
-        self._layers: list[Prepared | None] = list(_prepare(calls, self._stem, shared=shared))
-        self._stem.gradients = [None] * len(self._stem.outputs)
+        self._stem = StemOutputs(calls[0].hidden)
+        self._layers: list[Prepared | None] = list(self._stem.detach(calls, shared=shared))
         self.hidden: Tensor = self._stem.values[0]
         self._rng: list[object | None] = [None] * len(calls)
         self._mapping_types = {name: type(calls[0].kwargs[name]) for name in shared}
@@ -87,9 +69,7 @@ class Pass:
             self.router_logits[layer] = [t.detach() for t in logits]
         return out.detach()
 
-    def tail(
-        self, hidden: Tensor, *, denominator: int, chunk: int, grad: bool, accumulate: Accumulate
-    ) -> TailResult:
+    def tail(self, hidden: Tensor, *, denominator: int, chunk: int, grad: bool, accumulate: Accumulate) -> TailResult:
         """Loss of this micro-batch over `denominator` tokens; see `tail_loss`."""
         model = self._model
         model.enter(self)
@@ -155,7 +135,7 @@ class Pass:
             if gradient is not None:
                 accumulate(name, gradient)
         for k, gradient in zip(prepared.externals, rest[n_shared : n_shared + n_ext], strict=True):
-            _add(stem.gradients, k, gradient)
+            stem.add_gradient(k, gradient)
         for key, gradient in zip(state_leaves, rest[n_shared + n_ext :], strict=True):
             if gradient is not None:
                 old = self._state_grads.get(key)
@@ -167,9 +147,7 @@ class Pass:
     def finish(self, grad: Tensor, *, accumulate: Accumulate) -> None:
         """Push the gradient of `hidden`, and of all else the layers were given, through the stem. Ends the pass."""
         stem = self._stem
-        # The gradient that came down the layers first, then what reached the same tensor by other ways.
-        other = stem.gradients[0]
-        stem.gradients[0] = grad if other is None else other + grad
+        stem.add_gradient(0, grad)
         pairs = [
             (out, slope)
             for out, slope in zip(stem.outputs, stem.gradients, strict=True)
@@ -181,7 +159,7 @@ class Pass:
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     accumulate(name, gradient)
-        self._stem = StemOutputs([], [])
+        stem.release()
         self._states = []
 
     def _call(
@@ -258,49 +236,5 @@ class Pass:
                         slopes.append(slope)
 
 
-def _prepare(calls: Sequence[LayerCall], stem: StemOutputs, *, shared: Sequence[str]) -> list[Prepared]:
-    """Replace every tensor with a graph in the calls by a detached one, noting it in `stem`."""
-    first = calls[0].hidden
-    stem.outputs.append(first)
-    stem.values.append(first.detach())
-    numbers = {id(first): 0}
-    plain: set[int] = set()  # arguments known to hold no graph; layers mostly share the same objects
-
-    def substitute(value: Any, used: list[int]) -> Any:
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        number = numbers.get(id(value))
-        if number is None:
-            number = numbers[id(value)] = len(stem.outputs)
-            stem.outputs.append(value)
-            stem.values.append(value.detach())
-        used.append(number)
-        return stem.values[number]
-
-    prepared = []
-    for call in calls:
-        used: list[int] = []
-        changed: dict[int | str, Any] = {}
-        for name, value in call.others().items():
-            if name in shared or value is None or id(value) in plain:
-                continue
-            before = len(used)
-            new = pytree.tree_map(lambda x: substitute(x, used), value)
-            if len(used) == before:
-                plain.add(id(value))
-            else:
-                changed[name] = new
-        args = tuple(None if i == call.where else changed.get(i, v) for i, v in enumerate(call.args))
-        kwargs = {k: None if k == call.where or k in shared else changed.get(k, v) for k, v in call.kwargs.items()}
-        prepared.append(Prepared(LayerCall(call.where, args, kwargs), tuple(dict.fromkeys(used))))
-    return prepared
-
-
 def _map_state(state: State, f: Callable[[Tensor], Tensor]) -> State:
     return {n: {k: pytree.tree_map_only(Tensor, f, v) for k, v in m.items()} for n, m in state.items()}
-
-
-def _add(totals: list[Tensor | None], index: int, gradient: Tensor | None) -> None:
-    if gradient is not None:
-        old = totals[index]
-        totals[index] = gradient if old is None else old + gradient

@@ -62,6 +62,10 @@ class _Attention(torch.autograd.Function):
         raise RuntimeError("a rehearsal has no backward")
 
 
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
 class _Watch(TorchFunctionMode):
     """Puts the stand-ins in their places and notes an attention bias with a gradient."""
 
@@ -75,13 +79,13 @@ class _Watch(TorchFunctionMode):
             bias = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             learned = bias is not None and bias.requires_grad
             self.bias_has_gradient |= learned
-            return _Attention.apply(*args[:3], bias if learned else None)
+            return _apply(_Attention, *args[:3], bias if learned else None)
         if func is F.linear:
             bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
-            out = _Product.apply(args[0], args[1], args[1].shape[0])
+            out = _apply(_Product, args[0], args[1], args[1].shape[0])
             return out if bias is None else out + bias
         if func is torch._grouped_mm:
-            return _Product.apply(args[0], args[1], args[1].shape[-1])
+            return _apply(_Product, args[0], args[1], args[1].shape[-1])
         return func(*args, **kwargs)
 
 

@@ -50,9 +50,7 @@ class LayerList:
     layers: tuple[nn.Module, ...]
 
 
-def load_config(
-    path: str, *, revision: str, overrides: Mapping[str, Any], trust_remote_code: bool
-) -> PretrainedConfig:
+def load_config(path: str, *, revision: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> PretrainedConfig:
     """The config of a hub id or a local folder, with `overrides` set on it.
 
     Raises ModelError when it cannot be read, names a key that the config does not have, or is no decoder-only
@@ -104,7 +102,8 @@ def build_skeleton(spec: ModelSpec) -> nn.Module:
         options["attn_implementation"] = spec.attention
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options)
+            build: Any = AutoModelForCausalLM  # its from_config has no types
+            model = build.from_config(config, **options)
     except (ValueError, ImportError) as error:
         raise ModelError(
             f"transformers cannot build {config.model_type}: {error}", hint="try another model.attention"

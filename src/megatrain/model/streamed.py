@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from megatrain.errors import ModelError
 from megatrain.model.anatomy import Anatomy
-from megatrain.model.aux import step_router_loss
 from megatrain.model.anatomy_of import Parts, build_anatomy, parts_of
+from megatrain.model.aux import step_router_loss
 from megatrain.model.batch import MicroBatch
 from megatrain.model.kinds import kinds_of
 from megatrain.model.packing import document_masks, leaking_layers, striped
@@ -147,7 +147,11 @@ class StreamedModel:
         fresh._outer_sites.put({n: striped(t) for n, t in fresh._parts.outer.items()})
         try:
             return leaking_layers(
-                fresh._record, found=fresh._found, parts=fresh._parts, kinds=self.anatomy.kinds, shared=fresh._trial.shared
+                fresh._record,
+                found=fresh._found,
+                parts=fresh._parts,
+                kinds=self.anatomy.kinds,
+                shared=fresh._trial.shared,
             )
         except (TypeError, ValueError, AttributeError, RuntimeError):
             return (0,)
@@ -175,9 +179,7 @@ class StreamedModel:
         owners = {e.name: "stem" for e in self.anatomy.stem.layout.params}
         owners |= {e.name: "tail" for e in self.anatomy.tail.layout.params}
         in_tail = [n for n in owners if n in self._trial.tail]
-        self.head = Head(
-            self._logits, tuple(f"{owners[n]}:{n}" for n in in_tail), tuple(bound[n] for n in in_tail)
-        )
+        self.head = Head(self._logits, tuple(f"{owners[n]}:{n}" for n in in_tail), tuple(bound[n] for n in in_tail))
         self.layer_plans = tuple(
             LayerPlan(
                 module,

@@ -56,7 +56,10 @@ class LayerCall:
 
     def others(self) -> dict[int | str, Any]:
         """Every argument but the hidden states."""
-        return {k: v for k, v in [*enumerate(self.args), *self.kwargs.items()] if k != self.where}
+        every: dict[int | str, Any] = dict(enumerate(self.args))
+        every.update(self.kwargs)
+        every.pop(self.where)
+        return every
 
 
 class Recorder:
@@ -92,7 +95,9 @@ class Recorder:
     def take(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Called by stub `index` in place of its layer."""
         if index != self._seen:
-            raise NotLayerwise(f"layer {index} is called as number {self._seen} of the pass (a loop, or layer skipping)")
+            raise NotLayerwise(
+                f"layer {index} is called as number {self._seen} of the pass (a loop, or layer skipping)"
+            )
         where: int | str = 0 if args else next((n for n in HIDDEN_NAMES if n in kwargs), "")
         if where == "":
             raise NotLayerwise(f"layer {index} is called without hidden states")

@@ -82,9 +82,7 @@ def _whole(
         leaf = hidden.detach().requires_grad_(grad)
         logits = head.logits(leaf).float()
         targets = shifted_labels(batch.labels).reshape(-1)
-        total = F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]), targets, ignore_index=IGNORE, reduction="sum"
-        )
+        total = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets, ignore_index=IGNORE, reduction="sum")
         loss = total / denominator
     del logits
     hidden_grad = None

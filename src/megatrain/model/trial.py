@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
 from megatrain.model.anatomy_of import Parts, hollow
+from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
 from megatrain.model.graphs import depends_on, reached
 from megatrain.model.rehearsal import LONG, SHORT, Rehearsal, Rehearsals
 from megatrain.model.sites import Sites
@@ -193,7 +193,7 @@ def _rehearse(
     ]
 
 
-def _stochastic(model: nn.Module, found: LayerList) -> bool:
+def _stochastic(model: Any, found: LayerList) -> bool:
     """Whether anything in the model can draw random numbers in training mode: a dropout or jitter that is not 0."""
     for root in (model, *found.layers):
         for part in root.modules():
