@@ -81,8 +81,6 @@ def test_a_future_that_was_given_up_goes_when_the_next_one_is_safe(tmp_path: Pat
     assert names(tmp_path) == ["step-000005", "step-000007"]
 
 
-
-
 def cut_off(path: Path) -> None:
     file = path / "0001-layer-0.safetensors"
     file.write_bytes(file.read_bytes()[:-1])

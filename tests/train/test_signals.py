@@ -141,5 +141,3 @@ def test_the_first_signal_names_the_exit_code() -> None:
     with pytest.raises(Interrupted) as caught:
         stop.check()
     assert caught.value.exit_code == 129
-
-

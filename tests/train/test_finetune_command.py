@@ -1,0 +1,195 @@
+"""The command: exit codes, one JSON object on the last line, and signals to real processes in every phase."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chaos import COMMAND, chaos, start, write_recipe
+from whole import curve, state, weights, write_rows
+
+from megatrain.cli.main import main
+from megatrain.train.session import Session
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path, rows=write_rows(tmp_path / "rows.jsonl"))
+
+
+def command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments])
+    assert isinstance(caught.value.code, int)
+    return caught.value.code
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """stdout is one JSON object and nothing else."""
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    parsed: dict[str, Any] = json.loads(out, parse_constant=pytest.fail)
+    return parsed
+
+
+def test_json_of_a_run_a_refusal_and_a_finished_run(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command("finetune", str(recipe), "--dry-run", "--json") == 0
+    assert last_line(capsys)["status"] == "dry-run"
+    assert not (tmp_path / "run").exists()
+
+    assert command("finetune", str(recipe), "--json", "--quiet") == 0
+    done = last_line(capsys)
+    assert done == json.loads((tmp_path / "run" / "run.json").read_text())
+    wanted = (
+        "status exit_code steps epochs tokens supervised_tokens first_loss last_loss eval_loss tokens_per_s wall_s "
+        "vram_peak_bytes host_peak_bytes checkpoint model versions"
+    )
+    assert set(wanted.split()) <= set(done)
+
+    assert command("finetune", str(recipe), "--json") == 2
+    refused = last_line(capsys)
+    assert set(refused) == {"status", "exit_code", "error"}
+    assert (refused["status"], refused["exit_code"], refused["error"]["kind"]) == ("error", 2, "usage")
+    assert "--resume auto" in refused["error"]["hint"]
+
+    assert command("finetune", str(recipe), "--json", "--resume", "auto") == 0
+    assert last_line(capsys) == done
+
+    assert command("export", str(tmp_path / "run"), str(tmp_path / "out"), "--json") == 0
+    assert last_line(capsys)["step"] == done["steps"]
+    assert command("export", str(tmp_path / "rows.jsonl"), str(tmp_path / "out2"), "--json") == 2
+    assert last_line(capsys)["error"]["kind"] == "usage"
+
+
+def test_a_failure_is_told_once_and_is_in_run_json(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not fit: exit 3 with the numbers, before a step, and the folder may be used again."""
+    assert command("finetune", str(recipe), "--json", "--set", "memory.host=1000") == 3
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)
+    assert error == json.loads((tmp_path / "run" / "run.json").read_text())
+    assert error["error"]["kind"] == "does_not_fit"
+    assert captured.err.count("error: ") == 1
+
+
+def test_a_bug_of_ours_leaves_its_traceback_in_the_folder(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(self: Session, *args: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(Session, "_look_ahead", bug)
+    assert command("finetune", str(recipe), "--json") == 1
+    captured = capsys.readouterr()
+    assert "ZeroDivisionError: oops" in (tmp_path / "run" / "crash.txt").read_text()
+    assert json.loads(captured.out)["error"]["kind"] == "internal"
+    assert "Traceback" not in captured.err
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["exit_code"] == 1
+
+
+# -- real processes ---------------------------------------------------------------------------------------
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stderr is not None
+    seen = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith(text):
+            return "".join(seen)
+    raise AssertionError(f"it never said {text!r}:\n{''.join(seen)}")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    process = start(write_recipe(folder, rows=write_rows(folder / "rows.jsonl")))
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    return folder / "run"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "reading and tokenising",
+        "reading the model's structure",
+        "taking memory",
+        "eval after step 0",
+        "step 1/",
+        "step 5/",
+        "eval after step 3",
+        "writing the checkpoint of step 4",
+        "exporting",
+    ],
+)
+def test_a_signal_in_every_phase_stops_it_and_the_resume_is_exact(
+    tmp_path: Path, recipe: Path, undisturbed: Path, phase: str, signum: signal.Signals
+) -> None:
+    process = start(recipe, "--json")
+    read_until(process, phase)
+    process.send_signal(signum)
+    begin_s = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, err
+    assert time.monotonic() - begin_s < 15
+    told = json.loads(out)
+    assert (told["status"], told["exit_code"]) == ("interrupted", 128 + signum)
+    if phase == "step 5/":
+        assert told["checkpoint"].endswith("step-000005") or told["checkpoint"].endswith("step-000006")
+    process = start(recipe)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    run = tmp_path / "run"
+    assert weights(run) == weights(undisturbed)
+    assert state(run) == state(undisturbed)
+    assert curve(run, "step", "loss", "lr") == curve(undisturbed, "step", "loss", "lr")
+    assert curve(run, "step", "loss", kind="eval") == curve(undisturbed, "step", "loss", kind="eval")
+
+
+@pytest.mark.slow
+def test_the_second_signal_stops_it_within_two_seconds(tmp_path: Path, recipe: Path, undisturbed: Path) -> None:
+    process = start(recipe)
+    read_until(process, "step 5/")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    begin_s = time.monotonic()
+    process.communicate(timeout=10)
+    assert time.monotonic() - begin_s < 2
+    assert process.returncode in (130, 143)
+    process = start(recipe)
+    process.communicate()
+    assert weights(tmp_path / "run") == weights(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_second_process_is_refused_while_the_first_works(recipe: Path) -> None:
+    first = start(recipe)
+    read_until(first, "reading and")
+    second = subprocess.run(
+        [sys.executable, "-c", COMMAND, "finetune", str(recipe), "--json"], capture_output=True, text=True, check=False
+    )
+    assert second.returncode == 2
+    assert f"process {first.pid}" in json.loads(second.stdout)["error"]["message"]
+    _, err = first.communicate()
+    assert first.returncode == 0, err
+
+
+@pytest.mark.slow
+def test_random_kills(tmp_path: Path) -> None:
+    """A sample of what tests/train/chaos.py does at length."""
+    tally = chaos(8, seed=3, folder=tmp_path, span_s=12.0)
+    assert not tally.differing
+    assert not tally.wrong_codes
+    assert sum(tally.kills.values()) >= 8
