@@ -14,7 +14,7 @@ help:
 	@echo "test        the default tests     test-slow  all that need no GPU     test-gpu  on a CUDA machine"
 	@echo "bench       measure this machine  docs       regenerate the generated documents"
 
-$(BIN)/megatrain: pyproject.toml constraints.txt $(wildcard setup.py)
+$(BIN)/megatrain: pyproject.toml constraints.txt setup.py $(wildcard src/megatrain/optim/kernel/*.cpp src/megatrain/optim/kernel/*.h)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -c constraints.txt -e ".[dev]"
 	@touch $@
