@@ -158,8 +158,22 @@ def bench(
     trace: Annotated[Optional[Path], typer.Option("--trace", metavar="FILE")] = None,  # noqa: UP045
     json: JsonOption = False,
 ) -> None:
-    """Measure a few steps on this machine. (not available yet)"""
-    _not_yet("bench", json=json)
+    """Measure a few steps on this machine: step time, tok/s, what is exposed, memory."""
+    with guarded(json=json):
+        from megatrain.cli import bench_command
+
+        raise typer.Exit(
+            bench_command.run(
+                recipe,
+                model=model,
+                overrides=overrides,
+                steps=steps,
+                tokens_per_step=tokens_per_step,
+                baseline=baseline,
+                trace=trace,
+                json=json,
+            )
+        )
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Checkpoints on disk: written aside, forced to the disk, renamed; the old one stays until the new one is whole.
 
-    checkpoints/step-000123/manifest.json            state, identity, sizes and checksums; written last
-                            0000-stem.safetensors    weights and optimizer state, one file per unit
+checkpoints/step-000123/manifest.json            state, identity, sizes and checksums; written last
+                        0000-stem.safetensors    weights and optimizer state, one file per unit
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The folder of a run: who may write in it, and what lies where.
 
-    recipe.yaml  metrics.jsonl  checkpoints/  model/  run.json  crash.txt  lock
+recipe.yaml  metrics.jsonl  checkpoints/  model/  run.json  crash.txt  lock
 """
 
 from __future__ import annotations

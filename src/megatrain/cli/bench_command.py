@@ -1,0 +1,95 @@
+"""``megatrain bench``: measured steps of a recipe, or of a bare architecture, on this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.cli.output import emit
+from megatrain.errors import NotAvailable, UsageError
+from megatrain.recipe import Recipe, load_recipe
+from megatrain.units import format_size
+
+if TYPE_CHECKING:
+    from megatrain.train.bench import BenchReport
+
+DEFAULT_STEPS = 5
+BARE_RECIPE = """\
+model: {{path: {path}, init: random}}
+data: {{train: synthetic, max_seq_len: 1024, packing: false}}
+train: {{batch_size: 16}}
+output: {{dir: bench}}
+"""
+
+
+def run(
+    recipe: str | None,
+    *,
+    model: str | None,
+    overrides: Sequence[str],
+    steps: int | None,
+    tokens_per_step: int | None,
+    baseline: str | None,
+    trace: Path | None,
+    json: bool,
+) -> int:
+    """Measure and print; returns the exit code."""
+    for option, value in (("--baseline", baseline), ("--trace", trace)):
+        if value is not None:
+            raise NotAvailable(f"bench {option} is not available yet", where=option)
+    chosen = _recipe(recipe, model=model, overrides=overrides, tokens_per_step=tokens_per_step)
+    from megatrain.train.bench import bench
+    from megatrain.train.build import plan_run, read_config
+
+    report = bench(plan_run(chosen, config=read_config(chosen)), steps=steps or DEFAULT_STEPS)
+    emit(report.to_dict()) if json else print(_text(report))
+    return 0
+
+
+def _recipe(recipe: str | None, *, model: str | None, overrides: Sequence[str], tokens_per_step: int | None) -> Recipe:
+    if (recipe is None) == (model is None):
+        raise UsageError("bench takes a RECIPE or --model PATH", hint="for example: megatrain bench quickstart")
+    if recipe is not None:
+        return _with_tokens(recipe, overrides=overrides, tokens_per_step=tokens_per_step)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "bench.yaml")
+        path.write_text(BARE_RECIPE.format(path=_quoted(str(model))), encoding="utf-8")
+        return _with_tokens(str(path), overrides=overrides, tokens_per_step=tokens_per_step)
+
+
+def _with_tokens(recipe: str, *, overrides: Sequence[str], tokens_per_step: int | None) -> Recipe:
+    loaded = load_recipe(recipe, overrides=overrides)
+    if tokens_per_step is None:
+        return loaded
+    length = loaded.data.max_seq_len
+    if tokens_per_step % length:
+        raise UsageError(
+            f"{tokens_per_step} tokens are no whole number of sequences of {length}",
+            where="--tokens-per-step",
+            hint="set data.max_seq_len to a divisor of it",
+        )
+    return load_recipe(recipe, overrides=[*overrides, f"train.batch_size={tokens_per_step // length}"])
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _text(report: BenchReport) -> str:
+    return "\n".join(
+        (
+            f"{report.device}: {report.params_total / 1e9:.2f} B parameters, {report.tokens_per_step:,} tokens a step "
+            f"({report.micro_batches} x {report.micro_batch} x {report.seq_len}), activations on the "
+            f"{report.activations}, {report.slots} slots",
+            f"step {report.step_s:.3f} s ({report.step_s_min:.3f}-{report.step_s_max:.3f})   "
+            f"{report.tokens_per_s:,.0f} tok/s   {report.tflops:.1f} TFLOP/s (6 N + causal attention, no recompute)",
+            f"optimizer {report.optimizer_s:.3f} s, exposed {report.exposed_optimizer_s:.3f} s; "
+            f"exposed transfers {report.exposed_transfer_s:.3f} s",
+            f"VRAM {format_size(report.vram_peak_bytes)} (planned {format_size(report.vram_planned_bytes)}); host "
+            f"{format_size(report.host_peak_bytes)} (planned {format_size(report.host_planned_bytes)}, "
+            f"{report.host_bytes_per_parameter:.2f} B/parameter)",
+            f"built in {report.build_s:.1f} s, warm-up {report.warmup_s:.1f} s",
+        )
+    )
