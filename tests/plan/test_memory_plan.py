@@ -210,6 +210,29 @@ def test_a_plan_survives_the_manifest(machine: Limits) -> None:
     assert MemoryPlan.from_dict(json.loads(json.dumps(chosen.to_dict()))) == chosen
 
 
+def test_a_run_that_goes_on_keeps_what_decides_rounding() -> None:
+    def resume(kept: MemoryPlan, settings: Settings) -> MemoryPlan:
+        return plan(
+            SEVEN_B,
+            memory=settings,
+            batch_size=32,
+            seq_len=2048,
+            packed=False,
+            limits=limits(),
+            dense_masks=False,
+            kept=kept,
+        )
+
+    tight = make(vram=14 * GIB)
+    roomy = resume(tight, Settings())
+    assert (roomy.micro_batch, roomy.head_chunk) == (tight.micro_batch, tight.head_chunk)
+    assert (make().micro_batch, make().head_chunk) != (tight.micro_batch, tight.head_chunk)
+    assert (tight.activations, roomy.activations) == ("host", "device")
+    assert resume(tight, Settings(micro_batch=1)).micro_batch == 1  # what is stated wins
+    with pytest.raises(DoesNotFit, match=r"memory\.vram"):
+        resume(make(), Settings(vram=12 * GIB))
+
+
 def test_a_head_of_its_own_lets_stem_and_tail_share_one_gradient_sum() -> None:
     def sums(*, shared: bool) -> int:
         chosen = plan(

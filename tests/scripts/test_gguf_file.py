@@ -23,7 +23,7 @@ def text(value: str) -> bytes:
 def gguf(
     *, fields: dict[str, bytes], tensors: dict[str, tuple[tuple[int, ...], int, bytes]], version: int = 3
 ) -> bytes:
-    """A file of ready-made fields (type and value) and tensors (shape with the slowest dimension first, type, data)."""
+    """A file of ready-made fields (type and value) and tensors."""
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(fields))
     head += b"".join(text(name) + value for name, value in fields.items())
     data = b""

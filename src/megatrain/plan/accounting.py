@@ -82,13 +82,13 @@ def account(
     process_bytes: int,
     reserve: int,
 ) -> MemoryPlan:
-    """The plan with its head chunk and both tables filled in.
+    """The plan with both tables filled in, and the head chunk where it is 0.
 
     stem_shared: the tail or the layers read stem tensors too, so that its gradient sum lives beside theirs.
     dense_masks: the attention in use is given a mask of seq_len^2 bytes a row. context_bytes: 0 on the CPU.
     process_bytes: what the process holds before it allocates. reserve: left to the system.
     """
-    chosen = replace(chosen, head_chunk=_head_chunk(chosen, sizes=sizes))
+    chosen = replace(chosen, head_chunk=chosen.head_chunk or _head_chunk(chosen, sizes=sizes))
     device = _device_bytes(chosen, sizes=sizes, stem_shared=stem_shared)
     if dense_masks:
         device["attention masks"] = chosen.micro_batch * chosen.micro_batches * chosen.seq_len**2

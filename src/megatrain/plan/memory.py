@@ -51,16 +51,18 @@ def plan(
     limits: Limits,
     stem_shared: bool = True,
     dense_masks: bool = True,
+    kept: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Choose the micro-batch and where activations wait. Raises DoesNotFit with the numbers and what to change.
 
     batch_size: rows per step. seq_len: the longest row in tokens. stem_shared: the tail or the layers
     read tensors of the stem (a tied head). dense_masks: the attention in use needs a
     mask of seq_len^2 bytes for rows that are packed (several documents) or padded (several rows at once).
+    kept: the plan of a run that goes on; what decides rounding (micro-batch, head chunk) stays as it was.
     """
     host_limit, device_limit = _ceilings(memory, limits)
     smallest: MemoryPlan | None = None
-    for micro_batch, activations in _cuts(memory, batch_size=batch_size, seq_len=seq_len):
+    for micro_batch, activations in _cuts(memory, batch_size=batch_size, seq_len=seq_len, kept=kept):
         chosen = account(
             MemoryPlan(
                 micro_batch=micro_batch,
@@ -71,7 +73,7 @@ def plan(
                 activations=activations,
                 load_buffers=LOAD_BUFFERS if activations == "host" else 0,
                 input_bytes=micro_batch * seq_len * sizes.hidden_bytes_per_token,
-                head_chunk=0,
+                head_chunk=kept.head_chunk if kept else 0,
                 threads=limits.threads if isinstance(memory.threads, str) else memory.threads,
                 host={},
                 device={},
@@ -94,9 +96,12 @@ def plan(
     raise does_not_fit(smallest, memory=memory)
 
 
-def _cuts(memory: MemorySettings, *, batch_size: int, seq_len: int) -> Iterator[tuple[int, str]]:
+def _cuts(
+    memory: MemorySettings, *, batch_size: int, seq_len: int, kept: MemoryPlan | None
+) -> Iterator[tuple[int, str]]:
     places = ("device", "host") if memory.activations == "auto" else (memory.activations,)
-    for rows in _micro_batches(memory, batch_size=batch_size, seq_len=seq_len):
+    cuts = _micro_batches(memory, batch_size=batch_size, seq_len=seq_len)
+    for rows in [kept.micro_batch] if kept and isinstance(memory.micro_batch, str) else cuts:
         for place in places:
             yield rows, place
 
