@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Protocol
 
@@ -50,6 +51,7 @@ class Device(Protocol):
     @property
     def rng(self) -> Rng: ...
 
+    def computing(self) -> AbstractContextManager[None]: ...
     def event(self, fact: str) -> Event: ...
     def record(self, event: Event, *, on: StreamName) -> None: ...
     def wait(self, event: Event, *, on: StreamName, keeps: str) -> None: ...
@@ -93,6 +95,9 @@ class CpuDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
         self.rng: Rng = CpuRng()
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def event(self, fact: str) -> Event:
         return CpuEvent()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.errors import DeviceError, DoesNotFit
 from megatrain.stream.device import Event, Rng, StreamName
@@ -87,6 +89,8 @@ class CudaDevice:
             StreamName.FETCH: torch.cuda.Stream(device),
             StreamName.SEND: torch.cuda.Stream(device),
         }
+        hopper = torch.cuda.get_device_capability(device)[0] >= 9
+        self._cudnn_attention = hopper and not torch.are_deterministic_algorithms_enabled()
         _, self.context_bytes = vram_free_bytes(device)
         if ceiling_bytes is not None:
             total = torch.cuda.get_device_properties(device).total_memory
@@ -99,6 +103,18 @@ class CudaDevice:
                     hint="raise memory.vram",
                 )
             torch.cuda.set_per_process_memory_fraction(min(1.0, rest / total), device)
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Around the work of a step: which attention kernels are tried, best first.
+
+        cuDNN's are up to twice as fast as the others on Hopper, but its backward sums in no fixed order.
+        """
+        order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        if self._cudnn_attention:
+            order.insert(0, SDPBackend.CUDNN_ATTENTION)
+        with sdpa_kernel(order, set_priority=True):
+            yield
 
     def event(self, fact: str) -> Event:
         return torch.cuda.Event()

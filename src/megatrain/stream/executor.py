@@ -173,32 +173,36 @@ class StreamingExecutor:
 
     def _run(self, plan: Sequence[Op], step: _Step) -> None:
         training = any(op.do is Do.BACKWARD for op in plan)
-        for op in plan:
-            self._ring.start_updated()
-            m = op.micro_batch or 0
-            match op.do:
-                case Do.FETCH:
-                    self._ring.prefetch(op.unit)
-                case Do.FREE:
-                    self._ring.release(op.unit)
-                case Do.EMBED:
-                    self._embed(step, m, training=training)
-                case Do.SAVE:
-                    self._activations.save((op.unit, m), self._hidden(step, m))
-                case Do.FORWARD:
-                    self._forward(step, op.unit, m, keep=training and not self._geometry.load_buffers)
-                case Do.AUX:
-                    step.aux = self._model.aux_loss(step.passes, grad=training)
-                case Do.LOSS:
-                    self._loss(step, m, training=training)
-                case Do.LOAD:
-                    self._activations.load((op.unit, m))
-                case Do.BACKWARD:
-                    self._backward(step, op.unit, m)
-                case Do.UNEMBED:
-                    self._unembed(step, m)
-                case Do.OFFLOAD:
-                    self._offload(step, op.unit)
+        with self._device.computing():
+            for op in plan:
+                self._ring.start_updated()
+                self._do(op, step, training=training)
+
+    def _do(self, op: Op, step: _Step, *, training: bool) -> None:
+        m = op.micro_batch or 0
+        match op.do:
+            case Do.FETCH:
+                self._ring.prefetch(op.unit)
+            case Do.FREE:
+                self._ring.release(op.unit)
+            case Do.EMBED:
+                self._embed(step, m, training=training)
+            case Do.SAVE:
+                self._activations.save((op.unit, m), self._hidden(step, m))
+            case Do.FORWARD:
+                self._forward(step, op.unit, m, keep=training and not self._geometry.load_buffers)
+            case Do.AUX:
+                step.aux = self._model.aux_loss(step.passes, grad=training)
+            case Do.LOSS:
+                self._loss(step, m, training=training)
+            case Do.LOAD:
+                self._activations.load((op.unit, m))
+            case Do.BACKWARD:
+                self._backward(step, op.unit, m)
+            case Do.UNEMBED:
+                self._unembed(step, m)
+            case Do.OFFLOAD:
+                self._offload(step, op.unit)
 
     def _upload(self, batch: MicroBatch) -> MicroBatch:
         move = self._device.upload
