@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from recipe_files import MINIMAL, refusal
 
 from megatrain.recipe import Recipe, Source, diff_for_resume, load_recipe, recipe_from_dict, shipped_recipes
-from megatrain.recipe.load import check_tree
 from megatrain.recipe.suggest import sections
 from megatrain.recipe.template import json_schema, template
+from megatrain.recipe.validate import validate
 from megatrain.recipe.yaml_text import parse
 
 Write = Callable[..., str]
@@ -169,7 +169,7 @@ def test_the_types_that_other_rooms_read(write: Write) -> None:
 def test_any_text_survives_its_own_yaml(text: str) -> None:
     recipe = recipe_from_dict(set_key(minimal(), key="data.system", value=text))
     root, problems = parse(recipe.to_yaml(), source="own", environment={})
-    assert check_tree(root, problems=problems, source="own") == recipe
+    assert validate(root, problems=problems, source="own") == recipe
 
 
 def test_floats_are_numbers_to_every_yaml_reader() -> None:

@@ -114,6 +114,14 @@ def test_variables_that_cannot_be_expanded(write: Write, text: str, message: str
     assert str(error.where).endswith(":2")
 
 
+def test_an_unset_variable_does_not_matter_where_it_is_overridden(write: Write) -> None:
+    lower = write(MINIMAL.replace("runs/x", "${MEGATRAIN_UNSET}"), name="lower.yaml")
+    assert load_recipe(lower, output_dir="runs/y").output.dir == "runs/y"
+    assert load_recipe(lower, overrides=["output.dir=runs/z"]).output.dir == "runs/z"
+    assert load_recipe(write("base: lower.yaml\noutput: {dir: runs/w}\n")).output.dir == "runs/w"
+    assert "MEGATRAIN_UNSET" in refusal(lower, overrides=["output.keep=3"]).message
+
+
 def test_nothing_of_the_environment_leaks(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRAIN_SECRET", "hunter2")
     monkeypatch.setenv("INDIRECT", "${MEGATRAIN_SECRET}")
@@ -178,6 +186,7 @@ def test_mistakes_in_overrides_name_the_option(write: Write) -> None:
     assert refusal(write(MINIMAL), overrides=["optimizer.lrr=3"]).hint == "did you mean `optimizer.lr`?"
     assert refusal(write(MINIMAL), overrides=["optimizer.lr.x=3"]).message.startswith("optimizer.lr: must be a number")
     assert "not valid YAML" in refusal(write(MINIMAL), overrides=["optimizer.lr=[1"]).message
+    assert "only be named in a file" in refusal(write(MINIMAL), overrides=["base=quickstart"]).message
     assert "the key stands twice" in refusal(write(MINIMAL), overrides=["model={path: a, path: b}"]).message
 
 

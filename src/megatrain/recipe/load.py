@@ -7,27 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatrain.errors import RecipeError
 from megatrain.recipe import tree
 from megatrain.recipe.assets import find_recipe
-from megatrain.recipe.checks import check
-from megatrain.recipe.problems import Problem, error_of
+from megatrain.recipe.problems import Problem
 from megatrain.recipe.scalars import shown
 from megatrain.recipe.schema import Recipe
-from megatrain.recipe.suggest import hint_for_choice, hint_for_key, sections
-from megatrain.recipe.tree import Mark, Node, Path, dotted
+from megatrain.recipe.suggest import sections
+from megatrain.recipe.tree import Mark, Node, Path, parse_key
+from megatrain.recipe.validate import validate
 from megatrain.recipe.yaml_text import parse
 
-_REQUIRED: tuple[Path, ...] = (("model", "path"), ("data", "train"), ("output", "dir"))
 _SOURCES: tuple[Path, ...] = (("data", "train"), ("data", "eval"))
-_RANGES = {
-    "greater_than": ("gt", "must be more than"),
-    "greater_than_equal": ("ge", "must be at least"),
-    "less_than": ("lt", "must be less than"),
-    "less_than_equal": ("le", "must be at most"),
-}
 
 
 def load_recipe(path_or_name: str, *, overrides: Sequence[str] = (), output_dir: str | None = None) -> Recipe:
@@ -37,20 +28,19 @@ def load_recipe(path_or_name: str, *, overrides: Sequence[str] = (), output_dir:
     is that this version lacks a feature.
     """
     file = find_recipe(path_or_name)
-    environment = os.environ
-    root, problems = _read(file, environment=environment, ancestors=())
+    root, problems = _read(file, environment=os.environ, ancestors=())
     for override in overrides:
-        root, more = _override(root, text=override, environment=environment)
-        problems += more
+        root, more = _override(root, text=override, environment=os.environ)
+        problems = [problem for problem in problems if not _lies_in(problem.key, key=override.partition("=")[0])] + more
     if output_dir is not None:
-        mark = Mark("--output-dir")
-        root = tree.put(root, path=("output", "dir"), node=Node(output_dir, mark))
-    return check_tree(root, problems=problems, source=str(file))
+        root = tree.put(root, path=("output", "dir"), node=Node(output_dir, Mark("--output-dir")))
+        problems = [problem for problem in problems if problem.key != "output.dir"]
+    return validate(root, problems=problems, source=str(file))
 
 
 def recipe_from_dict(values: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
     """A recipe from plain values, checked like a file (for programs and tests)."""
-    return check_tree(_located(values, mark=Mark(source)), problems=[], source=source)
+    return validate(_located(values, mark=Mark(source)), problems=[], source=source)
 
 
 def _located(value: Any, *, mark: Mark) -> Node:
@@ -87,7 +77,10 @@ def _read(file: File, *, environment: Mapping[str, str], ancestors: tuple[File, 
         problems.append(Problem(base.mark, "base", f"must be the path of a recipe, not {shown(base.value)}"))
         return Node(own, root.mark), problems
     below, more = _read_base(file, base=base, environment=environment, ancestors=ancestors)
-    return tree.merge(below, upper=Node(own, root.mark)), more + problems
+    upper = Node(own, root.mark)
+    # What this recipe writes itself need not be readable in its base.
+    more = [problem for problem in more if tree.find(upper, path=parse_key(problem.key)) is None]
+    return tree.merge(below, upper=upper), more + problems
 
 
 def _read_base(
@@ -114,8 +107,10 @@ def _override(root: Node, *, text: str, environment: Mapping[str, str]) -> tuple
     if not equals or not key:
         raise RecipeError(f"`{text}` is not KEY=VALUE", where="--set", hint="like --set optimizer.lr=2e-5")
     source = f"--set {key}"
+    if key == "base":
+        raise RecipeError("a base can only be named in a file", where=source)
     node, problems = parse(value, source=source, environment=environment, lines=False)
-    parts: Path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    parts = parse_key(key)
     moved = [Problem(problem.mark, f"{key}.{problem.key}".rstrip("."), problem.text) for problem in problems]
     if key in sections() and node.value is None:
         return root, moved
@@ -127,6 +122,10 @@ def _override(root: Node, *, text: str, environment: Mapping[str, str]) -> tuple
         raise RecipeError(f"{key}: the list has no such item; the first one is 0", where=source) from error
 
 
+def _lies_in(other: str, *, key: str) -> bool:
+    return other == key.strip() or other.startswith(f"{key.strip()}.")
+
+
 def _with_listed_sources(root: Node, *, path: Path) -> Node:
     """`root` with the sources at `path` written as a list of mappings, so that keys of one can be set."""
     sources = tree.find(root, path=path)
@@ -135,90 +134,3 @@ def _with_listed_sources(root: Node, *, path: Path) -> Node:
     items = sources.value if isinstance(sources.value, list) else [sources]
     mappings = [item if isinstance(item.value, dict) else Node({"path": item}, item.mark) for item in items]
     return tree.put(root, path=path, node=Node(mappings, sources.mark))
-
-
-def check_tree(root: Node, *, problems: Sequence[Problem], source: str) -> Recipe:
-    """The Recipe that `root` spells. Raises as `load_recipe`."""
-    found = list(problems)
-    unread = {problem.key for problem in found}
-    try:
-        recipe = Recipe.model_validate(tree.plain(root))
-        faulty = unread
-    except ValidationError as error:
-        paths = [_own_path(root, path=detail["loc"]) for detail in error.errors(include_url=False)]
-        for path, detail in zip(paths, error.errors(include_url=False), strict=True):
-            if dotted(path) not in unread:
-                found.append(_problem(root, path=path, detail=detail))
-        faulty = {dotted(path) for path in paths} | unread
-        rest = _without_faults(root, paths=paths)
-        if rest is None:
-            raise error_of(found, source=source) from error
-        recipe = rest
-    for finding in check(recipe):
-        if not any(_touches(key, faulty=faulty) for key in finding.keys):
-            path = tuple(int(part) if part.isdigit() else part for part in finding.keys[0].split("."))
-            mark = tree.mark_at(root, path=path)
-            found.append(Problem(mark, finding.keys[0], finding.text, finding.hint, finding.available_later))
-    if found:
-        raise error_of(found, source=source)
-    return recipe
-
-
-def _touches(key: str, *, faulty: set[str]) -> bool:
-    return any(key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.") for other in faulty)
-
-
-def _own_path(root: Node, *, path: Path) -> Path:
-    """The path as the file has it: where data.train is one path or mapping, there is no index."""
-    if len(path) >= 3 and path[:2] in _SOURCES:
-        sources = tree.find(root, path=path[:2])
-        if sources is not None and not isinstance(sources.value, list):
-            return (*path[:2], *(path[3:] if isinstance(sources.value, dict) else ()))
-    return path
-
-
-def _without_faults(root: Node, *, paths: Sequence[Path]) -> Recipe | None:
-    """The recipe with its malformed values left at their defaults, so that the rest can be checked as well."""
-    for path in paths:
-        root = tree.without(root, path=path)
-    values = tree.plain(root)
-    for section, key in _REQUIRED:
-        inside = values.setdefault(section, {}) if isinstance(values, dict) else {}
-        if isinstance(inside, dict):
-            inside.setdefault(key, "?")
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError:
-        return None
-
-
-def _problem(root: Node, *, path: Path, detail: Any) -> Problem:
-    mark, key, kind = tree.mark_at(root, path=path), dotted(path), detail["type"]
-    context = detail.get("ctx", {})
-    written = tree.find(root, path=path)
-    value = detail["input"] if written is None else tree.plain(written)
-    if kind == "extra_forbidden":
-        what = "section" if len(path) == 1 and isinstance(detail["input"], dict) else "key"
-        return Problem(mark, key, f"there is no such {what}", hint_for_key(path))
-    if kind == "missing":
-        return Problem(mark, key, "must be given", _REQUIRED_HINTS.get(key))
-    if kind == "literal_error":
-        choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
-        listed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-        return Problem(mark, key, f"must be {listed}, not {shown(value)}", hint_for_choice(value, choices=choices))
-    if kind in _RANGES:
-        limit, words = _RANGES[kind]
-        return Problem(mark, key, f"{words} {context[limit]:g}, not {shown(value)}")
-    if kind in {"model_type", "model_attributes_type", "dataclass_type"}:
-        return Problem(mark, key, f"must be a mapping of keys, not {shown(value)}")
-    return Problem(mark, key, str(context.get("text", detail["msg"])))
-
-
-_REQUIRED_HINTS = {
-    "model": "model: {path: ...} takes a hub id or a folder",
-    "model.path": "a hub id or a folder with config.json",
-    "data": "data: {train: ...} takes a file, a folder or a hub id",
-    "data.train": "a file, a folder, a hub id, or a list of them",
-    "output": "output: {dir: ...} takes the folder of the run",
-    "output.dir": "the folder of the run, e.g. runs/first",
-}

@@ -110,3 +110,8 @@ def without(root: Node, *, path: Path) -> Node:
 def dotted(path: Path) -> str:
     """``data.train.0.limit``: the form that ``--set`` takes."""
     return ".".join(str(part) for part in path)
+
+
+def parse_key(key: str) -> Path:
+    """The path that `dotted` wrote."""
+    return tuple(int(part) if part.isdigit() else part for part in key.split("."))
