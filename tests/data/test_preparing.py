@@ -132,6 +132,12 @@ class TestBadRows:
         with pytest.raises(DataError, match=r"0 usable of 30 rows; the first: .*row 1: the content of message 2"):
             prepared(path, bad_rows=bad_rows)
 
+    def test_columns_that_nobody_knows_lead_to_the_renames(self, tmp_path: Path) -> None:
+        path = write_jsonl(tmp_path / "r.jsonl", [{"question": "q", "answer": "a"}])
+        with pytest.raises(DataError, match=r"no format fits its columns \(question, answer\)") as caught:
+            prepared(path)
+        assert "columns: {prompt: question, completion: answer}" in str(caught.value.hint)
+
     def test_one_useless_source_among_several_is_an_error_too(self, tmp_path: Path) -> None:
         good = write_jsonl(tmp_path / "good.jsonl", [chat("q", "a")])
         bad = write_jsonl(tmp_path / "bad.jsonl", [{"title": "t"}])
@@ -240,6 +246,27 @@ class TestSources:
                 "[system]be kind</s>[user]q</s>[assistant]a</s>",
                 "[system]own</s>[user]r</s>[assistant]b</s>",
             ]
+
+    def test_a_broken_template_is_an_error_and_not_a_bad_row(self, tmp_path: Path) -> None:
+        path = write_jsonl(tmp_path / "r.jsonl", [chat("q", "a")])
+        tokenizer = byte_tokenizer(template="{{ eos_token }}\n{% for m in messages %}")
+        with pytest.raises(DataError, match="the chat template is broken in line 2: ") as caught:
+            prepared(path, tokenizer=tokenizer, bad_rows="skip")
+        assert caught.value.where == "tokenizer.chat_template"
+
+    def test_a_file_has_neither_splits_nor_subsets(self, tmp_path: Path) -> None:
+        path = write_jsonl(tmp_path / "r.jsonl", plain("a"))
+        with pytest.raises(DataError, match="a file has no split 'test'"):
+            prepared({"path": path, "split": "test"})
+        with pytest.raises(DataError, match="only data sets of the hub have subsets"):
+            prepared({"path": path, "subset": "small"})
+
+    def test_tokens_beyond_the_models_vocabulary(self, tmp_path: Path) -> None:
+        wanted = recipe(write_jsonl(tmp_path / "r.jsonl", plain("a")))
+        tokenizer = byte_tokenizer()
+        assert prepare(wanted, tokenizer=tokenizer, max_positions=None, vocab_size=258).train.token_count == 2
+        with pytest.raises(DataError, match="the tokenizer makes token 257, the model knows 257"):
+            prepare(wanted, tokenizer=tokenizer, max_positions=None, vocab_size=257)
 
     def test_unprinted_tools_are_counted(self, tmp_path: Path) -> None:
         rows = [chat("q", "a") | {"tools": '[{"name": "f"}]'}, chat("q", "a") | {"tools": "[]"}]

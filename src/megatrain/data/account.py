@@ -44,11 +44,13 @@ class SourceAccount:
         first = self.refused.first or self.long.first
         if not self.used:
             reason = f"; the first: {first[0]}" if first else ""
-            return DataError(
-                f"0 usable of {self.read} rows{reason}",
-                where=self.path,
-                hint="`megatrain data RECIPE` shows what becomes of each row" if first else "the source holds no rows",
-            )
+            if not first:
+                hint = "the source holds no rows"
+            elif self.format is None:
+                hint = "say which columns are meant, e.g. columns: {prompt: question, completion: answer}"
+            else:
+                hint = "mend the rows, or choose another format, columns, train_on or max_seq_len"
+            return DataError(f"0 usable of {self.read} rows{reason}", where=self.path, hint=hint)
         shown = "".join(f"\n  {refusal}" for refusal in first[:_SHOWN])
         more = f"\n  and {self.refused.count - _SHOWN} more" if self.refused.count > _SHOWN else ""
         rows = "1 row" if self.refused.count == 1 else f"{self.refused.count} rows"

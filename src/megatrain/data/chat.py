@@ -66,6 +66,10 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
             )
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                f"the chat template is broken in line {error.lineno}: {error.message}", where="tokenizer.chat_template"
+            ) from error
         except _TEMPLATE_ERRORS as error:
             raise BadRow(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)

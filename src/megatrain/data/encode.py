@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -116,19 +117,20 @@ class Encoder:
         return Encoded(tokens, supervised)
 
 
-def _covered(offsets: Sequence[tuple[int, int]], *, spans: tuple[Span, ...]) -> Flags:
+def _covered(offsets: list[tuple[int, int]], *, spans: tuple[Span, ...]) -> Flags:
     """[T] Which tokens lie in a span, or reach into one: a token across the border holds the answer's beginning.
 
-    Byte-level tokenizers trim white space off the offsets, so a token of nothing but space has the width 0 and
-    stands at its own end.
+    Offsets rise from token to token, so each border is found by bisection. Byte-level tokenizers trim white space
+    off them: a token of nothing but space has the width 0 and stands at its own end.
     """
-    flat = np.fromiter(chain.from_iterable(offsets), np.int64, count=2 * len(offsets))
-    start, end = flat[0::2], flat[1::2]
+    count = len(offsets)
+    while count and offsets[count - 1] == (0, 0):  # what the tokenizer adds at the end stands nowhere in the text
+        count -= 1
     covered = np.zeros(len(offsets), np.bool_)
     for span in spans:
-        inside = (start < span.end) & (end > span.start)
-        inside |= (start == end) & (start > span.start) & (start <= span.end)
-        covered |= inside
+        first = bisect_right(offsets, span.start, hi=count, key=itemgetter(1))
+        last = bisect_right(offsets, (span.end, span.end), hi=count)
+        covered[first:last] = True
     return covered
 
 

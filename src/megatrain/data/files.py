@@ -34,12 +34,21 @@ class Place:
     name: str | None = None  # what to call the one file, if not by its path
 
 
-def locate(path: str, *, split: str) -> Place:
-    """The files of a source, in a fixed order.
+def locate(path: str, *, split: str = "train", subset: str | None = None) -> Place:
+    """The files of a source, in a fixed order. Raises DataError.
 
     `split` chooses among the files of a folder (by the words in their names, as on the hub) and among the
-    splits of a hub data set; a file or a glob that is named outright is taken as it is.
+    splits of a hub data set; what is in a file is split "train".
     """
+    place = _find(path, split=split)
+    if place.hub_id is None and subset is not None:
+        raise DataError(f"only data sets of the hub have subsets ({subset!r})", where=path)
+    if place.hub_id is None and split != "train" and not Path(path).expanduser().is_dir():
+        raise DataError(f"a file has no split {split!r}", where=path, hint="give the file of that split as the path")
+    return place
+
+
+def _find(path: str, *, split: str) -> Place:
     if is_asset(path):
         return Place((_known(resolve_asset(path)),), name=path)
     local = Path(path).expanduser()

@@ -7,11 +7,14 @@ decreasing, within 22 % of the fewest possible rows and a fraction of a percent 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from megatrain.data.samples import Indices
+
+_BLOCK = 65_536
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def best_fit(documents: Indices, *, lengths: Indices, capacity: int, longest_fir
     row_of = np.empty(len(documents), np.int64)
     queues: dict[int, deque[int]] = {}
     waiting, rows = 0, 0
-    for index, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+    for index, length in _pairs(order, lengths):
         suffices = waiting >> length
         if suffices:
             room = length + (suffices & -suffices).bit_length() - 1
@@ -74,3 +77,10 @@ def best_fit(documents: Indices, *, lengths: Indices, capacity: int, longest_fir
     counts = np.bincount(row_of, minlength=rows)
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
     return Rows(documents[grouped], starts)
+
+
+def _pairs(order: Indices, lengths: Indices) -> Iterator[tuple[int, int]]:
+    """(index, length) in the order given, as Python integers, never many of them at once."""
+    for start in range(0, len(order), _BLOCK):
+        block = order[start : start + _BLOCK]
+        yield from zip(block.tolist(), lengths[block].tolist(), strict=True)

@@ -44,19 +44,23 @@ def prepare(
     *,
     tokenizer: PreTrainedTokenizerBase,
     max_positions: int | None,
+    vocab_size: int | None = None,
     should_stop: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Everything that a run will see, in memory.
 
-    `max_positions` is the model's max_position_embeddings, None if it has no such limit. `should_stop` is called
-    for every batch of rows and raises to end the work. Raises DataError.
+    `max_positions` is the model's max_position_embeddings, None if it has no such limit; `vocab_size` the rows of
+    its embedding, None if they are not to be checked. `should_stop` is called for every batch of rows and raises to
+    end the work. Raises DataError.
     """
     data = recipe.data
     _check_length(recipe, max_positions=max_positions)
     encoder = Encoder(tokenizer, train_on=data.train_on)
     train, accounts = _read_all(recipe, data.train, role="train", encoder=encoder, should_stop=should_stop)
+    _check_ids(train, vocab_size=vocab_size)
     if data.eval is not None:
         held, more = _read_all(recipe, data.eval, role="eval", encoder=encoder, should_stop=should_stop)
+        _check_ids(held, vocab_size=vocab_size)
         return Prepared(train, held, DataReport((*accounts, *more)))
     if not data.eval_fraction:
         return Prepared(train, None, DataReport(accounts))
@@ -79,6 +83,13 @@ def _check_length(recipe: Recipe, *, max_positions: int | None) -> None:
     )
 
 
+def _check_ids(samples: Samples, *, vocab_size: int | None) -> None:
+    largest = int(samples.tokens.max(initial=0))
+    if vocab_size is not None and largest >= vocab_size:
+        hint = "tokenizer.path must name the model's own tokenizer"
+        raise DataError(f"the tokenizer makes token {largest}, the model knows {vocab_size}", hint=hint)
+
+
 def _read_all(
     recipe: Recipe,
     sources: Sequence[Source],
@@ -93,8 +104,7 @@ def _read_all(
         intake = _Intake(recipe, source=source, number=number, role=role, encoder=encoder, builder=builder)
         intake.run(should_stop)
         accounts.append(intake.account)
-    # Evaluation is a mean over the rows that there are: weights are for drawing them in training.
-    weights = tuple(source.weight if role == "train" else 1.0 for source in sources)
+    weights = tuple(source.weight for source in sources)
     return builder.build(weights=weights, pad_id=encoder.pad), tuple(accounts)
 
 
@@ -146,9 +156,9 @@ class _Intake:
             raise self.account.refusal()
 
     def _records(self) -> Iterator[Record]:
-        split = self._source.split
-        place = locate(self._source.path, split=split)
-        records = read(place, subset=self._source.subset, split=split, wanted=self._reader.wanted)
+        split, subset = self._source.split, self._source.subset
+        place = locate(self._source.path, split=split, subset=subset)
+        records = read(place, subset=subset, split=split, wanted=self._reader.wanted)
         for count, record in enumerate(records):
             if count == self._source.limit:
                 return

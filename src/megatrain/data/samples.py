@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,8 +66,8 @@ class Samples:
     def fingerprint(self) -> str:
         """A hash of everything that training sees of the data: equal if and only if a resume may go on."""
         digest = hashlib.blake2b(digest_size=16)
-        for array in (self.tokens, self.supervised, self.starts, self.source):
-            digest.update(np.ascontiguousarray(array).data)
+        for part in (self.tokens, self.supervised, self.starts, self.source):
+            digest.update(np.ascontiguousarray(part).data)
         digest.update(repr((self.weights, self.pad_id)).encode())
         return digest.hexdigest()
 
@@ -97,10 +98,7 @@ class SamplesBuilder:
     def __init__(self) -> None:
         self._tokens: list[Tokens] = []
         self._supervised: list[Flags] = []
-        self._lengths: list[int] = []
-        self._source: list[int] = []
-        self._file: list[int] = []
-        self._row: list[int] = []
+        self._lengths, self._source, self._file, self._row = (array("q") for _ in range(4))
         self._files: dict[str, int] = {}
         self._sealed = 0  # so many arrays at the front are whole batches
 

@@ -3,8 +3,9 @@
 The text is printed and tokenised as a whole, once, so its tokens are those of inference. A turn begins where
 the generation prompt ends (an inserted ``<think>`` block is the assistant's) and ends with its end-of-turn
 token (what the template prints after it is not). Templates that mark turns with ``{% generation %}`` say so
-themselves; for the others each answer is printed a second time between two private-use characters, which show
-where it went. If they disturb the template (it must print the same text around them), the answer is looked
+themselves. Elsewhere an answer that stands in the text once, right behind the generation prompt, is where it
+seems to be; other answers are printed a second time between two private-use characters, which show where they
+went. If these disturb the template (it must print the same text around them), the answer is looked
 for instead.
 """
 
@@ -82,7 +83,7 @@ class _Finder:
             if len(spans) == len(self._numbers):
                 pairs = zip(self._numbers, spans, strict=True)
                 return {i: Span(start, self._end(Span(start, end), number=i, start=start)) for i, (start, end) in pairs}
-        cores = self._marked()
+        cores = self._obvious() or self._marked()
         turns: dict[int, Span] = {}
         border = 0  # no turn begins before the last one's end
         for number in self._numbers:
@@ -91,6 +92,23 @@ class _Finder:
             border = self._end(core, number=number, start=start)
             turns[number] = Span(start, border)
         return turns
+
+    def _obvious(self) -> dict[int, Span] | None:
+        """Cores, where each stands in the text once only and right behind a generation prompt. None: not so."""
+        prompt = self._manner.generation_prompt
+        cores: dict[int, Span] = {}
+        for number in self._numbers:
+            answer = str(self._messages[number]["content"]).strip()
+            at = self._text.find(answer) if answer and prompt else -1
+            if (
+                prompt is None
+                or at < 0
+                or self._text.find(answer, at + 1) >= 0
+                or not self._text.endswith(prompt, 0, at)
+            ):
+                return None
+            cores[number] = Span(at, at + len(answer))
+        return cores
 
     def _marked(self) -> dict[int, Span] | None:
         """Cores, seen by the marks around them. None: the template printed something else, or marks were there."""
