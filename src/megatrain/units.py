@@ -39,23 +39,32 @@ def parse_size(size: str | int) -> int:
     Raises ValueError with a message for the person who wrote it.
     """
     if isinstance(size, bool) or not isinstance(size, (str, int)):
-        raise ValueError(f"`{size}` is not a size: write it like 24GiB, 24 GB, or in bytes")
+        raise ValueError(f"{_quoted(size)} is not a size: write it like 24GiB, 24 GB, or in bytes")
     if isinstance(size, int):
         if size < 0:
-            raise ValueError(f"a size cannot be negative: `{size}`")
+            raise ValueError(f"a size cannot be negative: {_quoted(size)}")
+        if size >= 2**63:
+            raise ValueError(f"{_quoted(size)} is more than any memory")
         return size
     match = _SIZE.fullmatch(size.strip())
     if match is None:
-        raise ValueError(f"`{size}` is not a size: write it like 24GiB, 24 GB, or in bytes")
+        raise ValueError(f"{_quoted(size)} is not a size: write it like 24GiB, 24 GB, or in bytes")
     number, unit = match[1].replace("_", ""), match[2].lower()
     if unit in {"k", "m", "g", "t", "p", "ki", "mi", "gi", "ti", "pi"}:
         letter = unit[0].upper()
-        raise ValueError(f"`{size}`: write {letter}iB (powers of 1024) or {letter}B (powers of 1000)")
+        raise ValueError(f"{_quoted(size)}: write {letter}iB (powers of 1024) or {letter}B (powers of 1000)")
     if unit not in _SIZE_UNITS:
-        raise ValueError(f"`{size}` is not a size: unknown unit `{match[2]}` (GiB, GB, MiB, MB, ...)")
+        raise ValueError(f"{_quoted(size)} is not a size: unknown unit `{match[2]}` (GiB, GB, MiB, MB, ...)")
+    if len(number) > 20:
+        raise ValueError(f"{_quoted(size)} is more than any memory")
     if number.isdigit():
         return int(number) * _SIZE_UNITS[unit]
     return round(float(number) * _SIZE_UNITS[unit])
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    return f"`{text[:37]}...`" if len(text) > 40 else f"`{text}`"
 
 
 def format_size(size: int, *, decimals: int = 1) -> str:
@@ -90,21 +99,23 @@ class Duration:
     def parse(cls, text: str | int) -> Duration:
         """``500`` and ``"500 steps"``, ``"1 epoch"``, ``"30 min"``, ``"1.5 h"``. Raises ValueError."""
         if isinstance(text, bool) or not isinstance(text, (str, int)):
-            raise ValueError(f'`{text}` is not an interval: write a number of steps, "1 epoch", or "30 min"')
+            raise ValueError(f'{_quoted(text)} is not an interval: write a number of steps, "1 epoch", or "30 min"')
         match = _DURATION.fullmatch(str(text).strip())
         if match is None:
-            raise ValueError(f'`{text}` is not an interval: write a number of steps, "1 epoch", or "30 min"')
+            raise ValueError(f'{_quoted(text)} is not an interval: write a number of steps, "1 epoch", or "30 min"')
         number, unit = float(match[1].replace("_", "")), match[2].lower()
+        if number > 1e15:
+            raise ValueError(f"{_quoted(text)} is never reached; null turns it off")
         if number <= 0:
-            raise ValueError(f"an interval must be positive, not `{text}`; null turns it off")
+            raise ValueError(f"an interval must be positive, not {_quoted(text)}; null turns it off")
         if unit in _COUNTED:
             if number != int(number):
-                raise ValueError(f"`{text}`: only whole {_COUNTED[unit]} can be counted")
+                raise ValueError(f"{_quoted(text)}: only whole {_COUNTED[unit]} can be counted")
             return cls(int(number), _COUNTED[unit])
         if unit in _SECONDS:
             seconds = number * _SECONDS[unit]
             return cls(int(seconds) if seconds == int(seconds) else seconds, "seconds")
-        raise ValueError(f"`{text}`: unknown unit `{match[2]}` (steps, epochs, s, min, h)")
+        raise ValueError(f"{_quoted(text)}: unknown unit `{match[2]}` (steps, epochs, s, min, h)")
 
     def due(self, *, steps: int, epochs: int, seconds: float) -> bool:
         """Whether it has passed, given what went by since the last time."""

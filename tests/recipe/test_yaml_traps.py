@@ -31,6 +31,18 @@ def test_what_is_no_number_is_refused_with_its_key_and_line(write: Write, text: 
     assert error.message.startswith("optimizer.lr: must be a")
 
 
+@pytest.mark.parametrize("digits", [19, 30, 400, 5000])
+def test_numbers_beyond_reason(write: Write, digits: int) -> None:
+    keys = ("optimizer.lr", "train.steps", "train.seed", "memory.vram", "train.save_every", "memory.slots")
+    for key in keys:
+        for text in ("9" * digits, f"{'9' * digits}.5", f"'{'9' * digits} min'"):
+            if (key, digits) in {("optimizer.lr", 19), ("optimizer.lr", 30)}:
+                continue
+            error = refusal(write(MINIMAL), overrides=[f"{key}={text}"])
+            assert error.message.startswith(f"{key}: ")
+            assert len(error.message) < 200
+
+
 @pytest.mark.parametrize(("text", "steps"), [("1000", 1000), ("1e3", 1000), ("1_000", 1000), ("'12'", 12), ("010", 10)])
 def test_whole_numbers(write: Write, text: str, steps: int) -> None:
     assert load_recipe(write(f"{MINIMAL}train: {{steps: {text}}}\n")).train.steps == steps

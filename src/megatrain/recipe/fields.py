@@ -5,9 +5,9 @@ Each raises PydanticCustomError with the finished message, so that no pydantic w
 
 from __future__ import annotations
 
-import math
 import os.path
 import re
+import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from megatrain.recipe.scalars import Expanded, Word, number, shown
 from megatrain.units import Duration, exact_size, parse_size
+
+_LARGEST = 2**63 - 1  # what a seed, a size or a counter can hold
 
 
 def mistake(text: str) -> PydanticCustomError:
@@ -26,7 +28,7 @@ def to_number(value: object) -> float:
     found = number(value) if isinstance(value, str) else value
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise mistake(f"must be a number, not {shown(value)}")
-    if not math.isfinite(found):
+    if not abs(found) <= sys.float_info.max:
         raise mistake(f"must be a finite number, not {shown(value)}")
     return float(found)
 
@@ -35,7 +37,7 @@ def to_integer(value: object) -> int:
     found = number(value) if isinstance(value, str) else value
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise mistake(f"must be a whole number, not {shown(value)}")
-    if not math.isfinite(found) or found != int(found):
+    if not abs(found) <= _LARGEST or found != int(found):
         raise mistake(f"must be a whole number, not {shown(value)}")
     return int(found)
 
@@ -218,7 +220,7 @@ Text = Annotated[str, BeforeValidator(to_text)]
 PathText = Annotated[str, BeforeValidator(to_path)]
 Template = Annotated[str, BeforeValidator(to_template)]
 Flag = Annotated[bool, BeforeValidator(to_flag)]
-Natural = Annotated[int, Field(ge=0, le=2**63 - 1), BeforeValidator(to_integer)]
+Natural = Annotated[int, Field(ge=0), BeforeValidator(to_integer)]
 Count = Annotated[int, Field(ge=1), BeforeValidator(to_integer)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(to_number)]
 NonNegative = Annotated[float, Field(ge=0), BeforeValidator(to_number)]

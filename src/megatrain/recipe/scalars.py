@@ -40,6 +40,8 @@ class Expanded(str):
 def number(text: str) -> int | float | None:
     """The number that `text` spells in any of YAML's and Python's ways, or None."""
     text = text.strip()
+    if len(text) > 400:  # no number that a recipe can mean; Python refuses to read the longest ones
+        return None
     if _INTEGER.fullmatch(text):
         return int(text.replace("_", ""))
     if _HEXADECIMAL.fullmatch(text):
