@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from host.families import FAMILIES
+from host.host_configs import FAMILIES
 from host.host_tiny import anatomy_of, loaded, meta_model, run_alone, saved, state_of
 from megatrain.errors import DiskError, ModelError, UsageError
-from megatrain.host import export
+from megatrain.host import draws, export
 from megatrain.host.export import export_model
 from megatrain.host.initial import init_random
 from megatrain.host.store import HostStore
@@ -274,3 +274,17 @@ def test_a_random_model_exports_and_loads(tmp_path: Path) -> None:
     assert not any(info.values())
     assert reloaded.dtype is torch.bfloat16
     assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+def test_large_draws_are_the_same_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "PIECE_ELEMS", 1000)
+    model = meta_model(FAMILIES["llama"](), dtype=torch.bfloat16)
+    states = []
+    for threads in (1, 3):
+        store = HostStore.allocate(anatomy_of(model, streamed=torch.bfloat16), pin=False, threads=1)
+        init_random(store, meta_model=model, seed=5, threads=threads)
+        states.append(state_of(store))
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    embedding = states[0]["model.embed_tokens.weight"].view(-1)
+    assert embedding.std().item() == pytest.approx(0.02, rel=0.1)
+    assert not torch.equal(embedding[:1000], embedding[1000:2000])

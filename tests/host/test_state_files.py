@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from host.families import FAMILIES
+from host.host_configs import FAMILIES
 from host.host_tiny import anatomy_of, meta_model
 from megatrain.host import state_files
 from megatrain.host.state_files import read_unit, write_unit

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
-from host.families import FAMILIES, SMALL
+from host.host_configs import FAMILIES, SMALL
 from host.host_tiny import anatomy_of, loaded, meta_model, run_alone, saved, state_of
 from megatrain.errors import ModelError
 from megatrain.host import weights

@@ -86,6 +86,8 @@ class Deferred(Tensor):
         compare = tensors[0].compare
         if func is torch.ops.aten.equal.default:
             return args[0].shape == args[1].shape and compare(plain(args[0].node), plain(args[1].node))
+        if func in _FRESH:  # a new tensor of the same shape: scratch of an initialisation that skips loaded weights
+            return func(*pytree.tree_map_only(Deferred, _as_meta, args), **(kwargs | {"device": "meta"}))
         if func._schema.is_mutable:
             raise ModelError(f"loading this model changes weights in place ({func}), which is not supported")
         kwargs.pop("device", None)
@@ -109,6 +111,10 @@ def _as_meta(tensor: Deferred) -> Tensor:
 
 
 _aten = torch.ops.aten
+_FRESH = frozenset(
+    {_aten.empty_like.default, _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
+     _aten.rand_like.default, _aten.randn_like.default, _aten.new_empty.default, _aten.new_zeros.default}
+)  # fmt: skip
 _SAME = frozenset({_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default,
                    _aten.lift_fresh.default, _aten.view_as.default})  # fmt: skip
 _RESHAPES = frozenset({_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default, _aten.unsqueeze.default,

@@ -66,14 +66,14 @@ def like_source(source: Source, mapping: CheckpointMap, *, dtype: torch.dtype | 
                 trained.add(move.leaf)
     disk = []
     for name, stored in source.tensors.items():
-        own = tuple(parts.get(mapping.duplicates.get(name, name), ()))
-        if not own:
+        key = mapping.duplicates.get(name, name)
+        own = tuple(parts.get(key, ()))
+        if key not in trained:  # ignored by the model, or a buffer: nobody changed it, and a store may round it
             disk.append(DiskTensor(name, stored.shape, stored.dtype, copied=stored))
             continue
         if sum(_numel(part) for part in own) != stored.numel:
             return None
-        wanted = dtype if dtype is not None and mapping.duplicates.get(name, name) in trained else stored.dtype
-        disk.append(DiskTensor(name, stored.shape, wanted, parts=own))
+        disk.append(DiskTensor(name, stored.shape, dtype or stored.dtype, parts=own))
     return disk
 
 
