@@ -50,11 +50,11 @@ def leaking_layers(
 
     record: runs the model's stem, with outer weights bound, and returns the layers' calls.
     """
-    tokens = torch.arange(FIRST + SECOND).unsqueeze(0) % 3
-    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)]).unsqueeze(0)
+    row = probe_row()
+    tokens, positions = row.input_ids, probe_positions()
     with torch.no_grad():
-        calls = record(_row(tokens, positions))
         alone = record(_row(tokens[:, FIRST:], positions[:, FIRST:]))[0].hidden
+        calls = record(row)  # last: the layers below attend within its documents
     in_row = calls[0].hidden.narrow(alone.dim() - 2, FIRST, SECOND)
     if not torch.allclose(in_row.float(), alone.float(), rtol=MOVED, atol=MOVED * float(alone.float().abs().max())):
         return (0,)  # positions are not taken from position_ids
@@ -69,6 +69,16 @@ def leaking_layers(
             leaking.append(index)
         seen.add(kind)
     return tuple(leaking)
+
+
+def probe_positions() -> Tensor:
+    """position_ids of two documents in one row, [1, FIRST + SECOND]."""
+    return torch.cat([torch.arange(FIRST), torch.arange(SECOND)]).unsqueeze(0)
+
+
+def probe_row() -> MicroBatch:
+    """The row that packing is probed with."""
+    return _row(torch.arange(FIRST + SECOND).unsqueeze(0) % 3, probe_positions())
 
 
 def _row(tokens: Tensor, positions: Tensor) -> MicroBatch:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from megatrain.model.attention import Documents
 from megatrain.model.batch import MicroBatch
 from megatrain.model.stem import Prepared, StemOutputs
 from megatrain.model.stubs import LayerCall
@@ -38,9 +39,11 @@ class Pass:
         calls: Sequence[LayerCall],
         shared: Sequence[str],
         training: bool,
+        documents: Documents | None = None,
     ) -> None:
         self.batch = batch
         self.training = training
+        self.documents = documents
         self._model = model
         self._stem = StemOutputs(calls[0].hidden)
         self._layers: list[Prepared | None] = list(self._stem.detach(calls, shared=shared))

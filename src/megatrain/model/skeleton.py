@@ -104,7 +104,7 @@ def build_skeleton(spec: ModelSpec) -> nn.Module:
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM  # its from_config has no types
             model = build.from_config(config, **options)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, KeyError) as error:
         raise ModelError(
             f"transformers cannot build {config.model_type}: {error}", hint="try another model.attention"
         ) from error

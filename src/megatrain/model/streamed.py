@@ -17,10 +17,19 @@ from torch import Tensor, nn
 from megatrain.errors import ModelError
 from megatrain.model.anatomy import Anatomy
 from megatrain.model.anatomy_of import Parts, build_anatomy, parts_of
+from megatrain.model.attention import (
+    VARLEN,
+    Documents,
+    Window,
+    set_windows,
+    trial_config,
+    use_documents,
+    varlen_windows,
+)
 from megatrain.model.aux import step_router_loss
 from megatrain.model.batch import MicroBatch
 from megatrain.model.kinds import kinds_of
-from megatrain.model.packing import document_masks, leaking_layers, striped
+from megatrain.model.packing import document_masks, leaking_layers, probe_positions, probe_row, striped
 from megatrain.model.passes import Pass
 from megatrain.model.sites import Sites
 from megatrain.model.sizes import model_sizes
@@ -85,8 +94,27 @@ class StreamedModel:
 
     @classmethod
     def build(cls, spec: ModelSpec, *, rng: Rng) -> StreamedModel:
-        """Read the model's structure on the meta device. Raises ModelError for what cannot run exactly."""
+        """Read the model's structure on the meta device. Raises ModelError for what cannot run exactly.
+
+        Attention ``megatrain_varlen`` falls back to Hugging Face's default where the family is not made for it.
+        """
         refuse_by_type(spec.config, trust_remote_code=spec.trust_remote_code)
+        if spec.attention != VARLEN:
+            return cls._build(spec, rng=rng)
+        fallback = replace(spec, attention="auto")
+        windows = _varlen_windows(fallback, rng=rng)
+        if windows is None:
+            return cls._build(fallback, rng=rng)
+        try:
+            built = cls._build(spec, rng=rng)
+        except ModelError:
+            return cls._build(fallback, rng=rng)
+        seen = built._trial.attention_calls
+        usable = set_windows(built._found.layers, windows=windows, seen=seen, training=spec.training)
+        return built if usable else cls._build(fallback, rng=rng)
+
+    @classmethod
+    def _build(cls, spec: ModelSpec, *, rng: Rng) -> StreamedModel:
         model = build_skeleton(spec)
         model.eval()
         found = find_layers(model, count=int(getattr(model.config, "num_hidden_layers", 0)))
@@ -105,15 +133,13 @@ class StreamedModel:
             unused_in_layers=trial.unused_in_layers,
         )
         return cls(
-            spec=spec,
-            model=model,
-            found=found,
-            parts=parts,
-            recorder=recorder,
-            trial=trial,
-            anatomy=anatomy,
-            rng=rng,
+            spec=spec, model=model, found=found, parts=parts, recorder=recorder, trial=trial, anatomy=anatomy, rng=rng
         )
+
+    @property
+    def attention(self) -> str:
+        """The attention in use: the spec's, or what it fell back to."""
+        return str(self._model.config._attn_implementation)
 
     @cached_property
     def meta_model(self) -> nn.Module:
@@ -156,7 +182,15 @@ class StreamedModel:
         except (TypeError, ValueError, AttributeError, RuntimeError):
             return (0,)
 
+    def documents(self, batch: MicroBatch) -> Documents | None:
+        """What `begin` needs to know of a batch before it leaves the CPU; None if the attention does not ask."""
+        return Documents.of(batch) if self.attention == VARLEN else None
+
     def _record(self, batch: MicroBatch) -> list[LayerCall]:
+        use_documents(self.documents(batch))
+        return self._record_stem(batch)
+
+    def _record_stem(self, batch: MicroBatch) -> list[LayerCall]:
         inputs = self._inputs(batch)
         return self._recorder.record(lambda: self._trial.base(**inputs, **self._trial.flags))
 
@@ -191,12 +225,21 @@ class StreamedModel:
             for module, part, unit in zip(self._found.layers, self._parts.layers, self.anatomy.layers, strict=True)
         )
 
-    def begin(self, batch: MicroBatch, *, grad: bool) -> Pass:
-        """Run the stem on `batch` (already where passes run). Without `grad` the pass is an evaluation: no dropout."""
+    def begin(self, batch: MicroBatch, *, grad: bool, documents: Documents | None = None) -> Pass:
+        """Run the stem on `batch` (already where passes run). Without `grad` the pass is an evaluation: no dropout.
+
+        documents: of `self.documents(batch)`, taken before the batch left the CPU. If it is missing and needed it
+        is read back from the device, which waits for it.
+        """
         self._set_training(grad and self.spec.training)
+        if documents is None:
+            documents = self.documents(batch)
+        if documents is not None:
+            documents = documents.to(batch.input_ids.device)
         with torch.set_grad_enabled(grad):
-            calls = self._record(batch)
-        return Pass(self, batch=batch, calls=calls, shared=self._trial.shared, training=grad and self.spec.training)
+            calls = self._record_stem(batch)
+        training = grad and self.spec.training
+        return Pass(self, batch=batch, calls=calls, shared=self._trial.shared, training=training, documents=documents)
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -224,8 +267,9 @@ class StreamedModel:
         return step_router_loss(self._trial.router, passes=passes, grad=grad)
 
     def enter(self, current: Pass) -> None:
-        """Make `current` the pass that runs: dropout on or off."""
+        """Make `current` the pass that runs: dropout on or off, attention within its documents."""
         self._set_training(current.training)
+        use_documents(current.documents)
 
     def run_layer(
         self, layer: int, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -253,7 +297,7 @@ class StreamedModel:
 
     def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
-        if batch.attention_mask is not None:
+        if batch.attention_mask is not None and self.attention != VARLEN:
             inputs["attention_mask"] = batch.attention_mask
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
@@ -262,3 +306,16 @@ class StreamedModel:
                     self._model.config, position_ids=batch.position_ids, dtype=self.spec.precision
                 )
         return inputs
+
+
+def _varlen_windows(spec: ModelSpec, *, rng: Rng) -> tuple[Window | None, ...] | None:
+    """Per layer the window of its masks, read off a twin that has sdpa and a small window; None: not for varlen."""
+    twin = replace(spec, config=trial_config(spec.config), attention="sdpa", training=False, compile=False)
+    try:
+        built = StreamedModel._build(twin, rng=rng)
+    except ModelError:
+        return None
+    built._outer_sites.put({n: striped(t) for n, t in built._parts.outer.items()})
+    with torch.no_grad():
+        calls = built._record(probe_row())
+    return varlen_windows(calls, config=spec.config, position_ids=probe_positions())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megatrain.model.anatomy_of import Parts, hollow
+from megatrain.model.attention import watch_attention
 from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
 from megatrain.model.graphs import depends_on, reached
 from megatrain.model.rehearsal import LONG, SHORT, Rehearsal, Rehearsals
@@ -31,6 +32,7 @@ class Trial:
     """What the trial pass found."""
 
     base: Callable[..., Any]  # the module whose forward holds the loop over the layers
+    attention_calls: tuple[tuple[nn.Module, tuple[int, ...], bool], ...]  # of our own attention, see attention.py
     flags: dict[str, bool]  # given with every call: no cache, no router logits (ours are taken at the layers)
     router: RouterLoss | None  # None: the model has no router loss, or the config has it off
     tap: RouterTap
@@ -76,10 +78,11 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder)
             length=TRIAL_LENGTH,
         )
     in_tail = reached([logits], leaves=trainable)
-    short, long = (
-        _rehearse(recorder, partial(base, **flags), found=found, parts=parts, shared=shared, length=length)
-        for length in (SHORT, LONG)
-    )
+    with watch_attention() as attention_calls:
+        short, long = (
+            _rehearse(recorder, partial(base, **flags), found=found, parts=parts, shared=shared, length=length)
+            for length in (SHORT, LONG)
+        )
     sites.clear()
     if router is not None:
         tap.attach(found, rules=router_rules(base))
@@ -87,6 +90,7 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder)
     hidden_shape[-3:-1] = [1, 1]
     return Trial(
         base=base,
+        attention_calls=tuple(attention_calls),
         flags=flags,
         router=router,
         tap=tap,
