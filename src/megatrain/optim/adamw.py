@@ -46,7 +46,14 @@ class AdamW:
     ) -> None:
         self.hyper = AdamWHyper(betas, eps, weight_decay)
         self.kernel = kernel
-        self._decays = tuple(_decays(host.unit, decay_all=decay_all, never_decay=never_decay) for host in store.units)
+        # without weight decay nothing tells the parameters of a layer apart, and they are one run
+        self._decays = tuple(
+            tuple(
+                weight_decay != 0 and _decays(host.unit, entry, decay_all=decay_all, never_decay=never_decay)
+                for entry in host.unit.layout.params
+            )
+            for host in store.units
+        )
 
     def update(self, host: HostUnit, *, lr: float, clip: float, touched: tuple[bool, ...] | None = None) -> None:
         """One update of a unit with its slab's gradient times `clip`.
@@ -115,14 +122,10 @@ class AdamW:
                 halves.split(master, hi=weights[part], lo=host.lo[elems])
 
 
-def _decays(unit: Unit, *, decay_all: bool, never_decay: frozenset[str]) -> tuple[bool, ...]:
-    """Per parameter: matrices decay, vectors only with `decay_all`, biases and what Hugging Face marks never."""
-    verdicts = []
-    for entry in unit.layout.params:
-        names = unit.full_names[entry.name]
-        never = entry.name.endswith("bias") or not never_decay.isdisjoint(names)
-        verdicts.append(not never and (decay_all or len(entry.shape) >= 2))
-    return tuple(verdicts)
+def _decays(unit: Unit, entry: Entry, *, decay_all: bool, never_decay: frozenset[str]) -> bool:
+    """Matrices decay, vectors only with `decay_all`, biases and what Hugging Face marks never."""
+    never = entry.name.endswith("bias") or not never_decay.isdisjoint(unit.full_names[entry.name])
+    return not never and (decay_all or len(entry.shape) >= 2)
 
 
 def _run_of(unit: Unit, entry: Entry, *, decays: bool, step: int) -> Run:
