@@ -13,6 +13,7 @@ from megatrain.recipe import Recipe, load_recipe
 from megatrain.units import format_size
 
 if TYPE_CHECKING:
+    from megatrain.train.baselines.runner import Baseline
     from megatrain.train.bench import BenchReport
 
 DEFAULT_STEPS = 5
@@ -36,16 +37,46 @@ def run(
     json: bool,
 ) -> int:
     """Measure and print; returns the exit code."""
-    for option, value in (("--baseline", baseline), ("--trace", trace)):
-        if value is not None:
-            raise NotAvailable(f"bench {option} is not available yet", where=option)
+    if trace is not None:
+        raise NotAvailable("bench --trace is not available yet", where="--trace")
     chosen = _recipe(recipe, model=model, overrides=overrides, tokens_per_step=tokens_per_step)
+    from megatrain.train.baselines.runner import parse_names, run_baselines
+    from megatrain.train.baselines.work import Work
     from megatrain.train.bench import bench
-    from megatrain.train.build import plan_run, read_config
+    from megatrain.train.build import model_path, plan_run, read_config
 
-    report = bench(plan_run(chosen, config=read_config(chosen)), steps=steps or DEFAULT_STEPS)
-    emit(report.to_dict()) if json else print(_text(report))
+    names = parse_names(baseline) if baseline is not None else ()
+    count = steps or DEFAULT_STEPS
+    planned = plan_run(chosen, config=read_config(chosen))
+    report = bench(planned, steps=count)
+    planned.device.release_cache()
+    work = Work(
+        model=model_path(chosen),
+        seq_len=planned.plan.seq_len,
+        tokens_per_step=report.tokens_per_step,
+        micro_batch=planned.plan.micro_batch,
+        steps=count,
+    )
+    others = run_baselines(names, work=work)
+    if json:
+        emit(report.to_dict() | {"baselines": [_compared(other, report=report) for other in others]})
+    else:
+        print(_text(report))
+        for other in others:
+            print(_line(other, report=report))
     return 0
+
+
+def _compared(other: Baseline, *, report: BenchReport) -> dict[str, object]:
+    ratio = report.tokens_per_s / other.tokens_per_s if other.tokens_per_s else None
+    return {"name": other.name, "failure": other.failure, "ratio": ratio, **other.result}
+
+
+def _line(other: Baseline, *, report: BenchReport) -> str:
+    if other.tokens_per_s is None:
+        return f"{other.name}: {other.failure}"
+    ratio = report.tokens_per_s / other.tokens_per_s
+    return f"{other.name}: {other.tokens_per_s:,.0f} tok/s; megatrain is {ratio:.2f} x as fast"
 
 
 def _recipe(recipe: str | None, *, model: str | None, overrides: Sequence[str], tokens_per_step: int | None) -> Recipe:

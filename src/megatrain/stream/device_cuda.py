@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -86,8 +87,8 @@ class CudaDevice:
         self.rng: Rng = CudaRng(device)
         self._streams = {
             StreamName.COMPUTE: torch.cuda.current_stream(device),
-            StreamName.FETCH: torch.cuda.Stream(device),
-            StreamName.SEND: torch.cuda.Stream(device),
+            StreamName.FETCH: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
+            StreamName.SEND: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
         }
         hopper = torch.cuda.get_device_capability(device)[0] >= 9
         self._cudnn_attention = hopper and not torch.are_deterministic_algorithms_enabled()
@@ -117,7 +118,7 @@ class CudaDevice:
             yield
 
     def event(self, fact: str) -> Event:
-        return torch.cuda.Event()
+        return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def record(self, event: Event, *, on: StreamName) -> None:
         assert isinstance(event, torch.cuda.Event)
@@ -155,7 +156,7 @@ class CudaDevice:
         return torch.zeros(numel, dtype=dtype).pin_memory()
 
     def mark(self, *, on: StreamName) -> Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._streams[on])
         return event
 
@@ -166,6 +167,11 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def release_cache(self) -> None:
+        """Give unused memory of the pool back to the driver."""
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def memory_peak_bytes(self) -> int:
         """Peak of what this process held on the device: PyTorch's pool and the CUDA context."""

@@ -6,6 +6,7 @@ Nothing of an earlier run in the folder is touched before the new one has its we
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 import time
 from collections.abc import Iterator
@@ -114,6 +115,7 @@ class Session:
             self._trainer = Trainer(
                 run,
                 state=state,
+                total_steps=prospect.total_steps,
                 journal=journal,
                 checkpoints=CheckpointWriter(
                     self.rundir.checkpoints,
@@ -129,6 +131,9 @@ class Session:
         if self.recipe.output.export:
             self._console.phase(f"exporting to {self.rundir.model}")
             export_run(run, out=self.rundir.model, dtype=self.recipe.output.export_dtype)
+        run.device.synchronize()
+        run.worker.close()
+        run.store.close()
 
     def _look_ahead(self, start: Start) -> Prospect:
         """Data, model structure, plan: all that can fail without having cost much."""
@@ -301,22 +306,21 @@ class Session:
     def _failures_reported(self) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError as error:
-            mine = DoesNotFit(
-                f"the device ran out of memory: {str(error).splitlines()[0]}",
-                hint="lower memory.micro_batch, or set memory.vram below what is really free",
-            )
-            self._leave("error", mine.exit_code, error=_error(mine))
-            raise mine from error
         except MegatrainError as error:
             self._leave("error", error.exit_code, error=_error(error))
             raise
+        except (torch.OutOfMemoryError, MemoryError, OSError) as error:
+            mine = _of_the_machine(error)
+            if mine is None:
+                self._leave("error", 1, error=_internal(error))
+                raise
+            self._leave("error", mine.exit_code, error=_error(mine))
+            raise mine from error
         except Interrupted as interrupt:
             self._leave("interrupted", interrupt.exit_code)
             raise
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
-            self._leave("error", 1, error={"kind": "internal", "message": message, "hint": None, "where": None})
+            self._leave("error", 1, error=_internal(error))
             raise
 
     def _leave(self, status: str, exit_code: int, *, error: dict[str, Any] | None = None) -> None:
@@ -374,6 +378,25 @@ def _still_fits(plan: MemoryPlan, *, now: MemoryPlan) -> bool:
 
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def _of_the_machine(error: Exception) -> MegatrainError | None:
+    """What the machine lacks, if that is what the error says."""
+    match error:
+        case torch.OutOfMemoryError():
+            return DoesNotFit(
+                f"the device ran out of memory: {str(error).splitlines()[0]}",
+                hint="lower memory.micro_batch, or set memory.vram below what is really free",
+            )
+        case MemoryError():
+            return DoesNotFit("host memory is exhausted", hint="lower memory.micro_batch, or set memory.host")
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS | errno.EIO):
+            return DiskError(error.strerror or str(error), where=str(error.filename or "output.dir"))
+    return None
+
+
+def _internal(error: Exception) -> dict[str, Any]:
+    return {"kind": "internal", "message": f"{type(error).__name__}: {error}", "hint": None, "where": None}
 
 
 def _error(error: MegatrainError) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megatrain.report.journal import Journal
 from megatrain.report.process import host_peak_bytes
 from megatrain.stream.executor import StepNumbers
 from megatrain.train.checkpoint import CheckpointWriter
-from megatrain.train.intervals import Interval, total_steps
+from megatrain.train.intervals import Interval
 from megatrain.train.run import Run, StepRows
 from megatrain.train.signals import Interrupted, StopFlag
 from megatrain.train.state import TrainState, step_seed
@@ -28,14 +28,21 @@ class Trainer:
     """Takes a run from `state` to its last step. `state` is always that of the last complete step."""
 
     def __init__(
-        self, run: Run, *, state: TrainState, journal: Journal, checkpoints: CheckpointWriter, stop: StopFlag
+        self,
+        run: Run,
+        *,
+        state: TrainState,
+        total_steps: int,
+        journal: Journal,
+        checkpoints: CheckpointWriter,
+        stop: StopFlag,
     ) -> None:
         self.state = state
+        self.total_steps = total_steps
         self.trained_s = 0.0  # in steps of this process; evaluation and checkpoints apart
         self.trained_tokens = 0
         self._run, self._journal, self._checkpoints, self._stop = run, journal, checkpoints, stop
         self._train = run.recipe.train
-        self.total_steps = total_steps(run.loader, epochs=self._train.epochs, steps=self._train.steps)
         self._save_every = Interval(self._train.save_every)
         self._eval_every = Interval(self._train.eval_every)
         self._rows: StepRows | None = None  # of the next step, cut while the device was busy
