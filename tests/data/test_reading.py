@@ -62,6 +62,16 @@ def test_a_broken_line_is_named_and_the_others_are_read(tmp_path: Path) -> None:
     ]
 
 
+def test_json_beyond_pythons_limits_is_a_fault_of_its_row(tmp_path: Path) -> None:
+    rows = ['{"text": ' + "9" * 5000 + "}", '{"text": ' + "[" * 100_000 + "}", '{"text": "a"}']
+    (tmp_path / "r.jsonl").write_text("\n".join(rows))
+    assert [r.fault for r in records(tmp_path / "r.jsonl")] == [
+        "broken JSON: a number has too many digits",
+        "broken JSON: nested too deeply",
+        None,
+    ]
+
+
 def test_a_very_long_line(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     with path.open("w") as file:

@@ -122,6 +122,15 @@ def test_a_template_without_an_end_of_turn_token_gets_an_eos_after_the_last_answ
     assert trained(tokenizer, sample) == ["a", "b</s>"]
 
 
+def test_the_clock_of_a_template_stands_still() -> None:
+    dated = "{{ strftime_now('%d %b %Y') }}|{{ strftime_now('%Y-%m-%d') }}|{% set ask = strftime_now %}{{ ask('%B') }}|"
+    tokenizer = byte_tokenizer(template=dated + CHATML)
+    sample = encode(tokenizer, user("q"), assistant("a"))
+    assert text_of(tokenizer, sample).startswith("26 Jul 2024|2024-07-26|July|<|im_start|>user")
+    marked = byte_tokenizer(template=dated + GENERATION)
+    assert trained(marked, encode(marked, user("q"), assistant("a"))) == ["a<|im_end|>"]
+
+
 def test_exactly_one_bos() -> None:
     tokenizer = byte_tokenizer(template="{{ bos_token }}" + ALWAYS_PROMPTING, adds_bos=True)
     sample = encode(tokenizer, user("q"), assistant("a"))

@@ -22,6 +22,10 @@ from megatrain.errors import DataError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PROBE = "megatrainprobe"
+_STANDING_CLOCK = {  # 26 July 2024, noon
+    "Y": "2024", "y": "24", "m": "07", "B": "July", "b": "Jul", "d": "26", "A": "Friday", "a": "Fri", "j": "208",
+    "H": "12", "I": "12", "p": "PM", "M": "00", "S": "00",
+}  # fmt: skip
 _PROBE_CALL = {"name": _PROBE, "arguments": {}}
 # What a template written by somebody else raises on a row that it was not made for.
 _TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
@@ -41,7 +45,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         try:
-            self._source: str = tokenizer.get_chat_template()
+            plain, with_tools = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])
         except ValueError as error:
             raise DataError(
                 "the data are conversations, but the tokenizer has no chat template",
@@ -50,8 +54,9 @@ class ChatTemplate:
                 "or give the data as prompt_completion or text",
             ) from error
         self._tokenizer = tokenizer
-        self.marks_turns = _GENERATION.search(self._source) is not None
-        self.prints_tools = re.search(r"\btools\b", self._source) is not None
+        self._sources = {False: _without_clock(plain), True: _without_clock(with_tools)}
+        self.marks_turns = _GENERATION.search(plain) is not None
+        self.prints_tools = re.search(r"\btools\b", with_tools) is not None
         self._printed: dict[tuple[object, ...], bool] = {}
         self.manner = self._learn()
 
@@ -63,6 +68,7 @@ class ChatTemplate:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
+                chat_template=self._sources[bool(tools)],
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
             )
@@ -81,7 +87,7 @@ class ChatTemplate:
         printed: Any = render_jinja_template(
             [list(conversation.messages)],
             tools=list(conversation.tools) or None,
-            chat_template=self._source,
+            chat_template=self._sources[bool(conversation.tools)],
             return_assistant_tokens_mask=True,
             **named,
         )
@@ -154,6 +160,18 @@ class ChatTemplate:
         if not found:
             return Manner(prompt, None, "")
         return Manner(prompt, re.compile(rf"(?:{re.escape(rest[: found.start()])}|\s*)(?:{tokens})"), found.group())
+
+
+def _without_clock(template: str) -> str:
+    """The template with a clock that stands still, if it asks for the time.
+
+    With today's date in it the data would change overnight, and no run could be resumed or repeated. The date is
+    the one that Llama's templates print where there is no clock.
+    """
+    if "strftime_now" not in template:
+        return template
+    replaced = "".join(f" | replace('%{letter}', '{value}')" for letter, value in _STANDING_CLOCK.items())
+    return "{%- macro strftime_now(format) -%}{{- format" + replaced + " -}}{%- endmacro -%}" + template
 
 
 def _added_tokens(tokenizer: PreTrainedTokenizerBase) -> str:

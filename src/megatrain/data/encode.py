@@ -70,8 +70,8 @@ class Encoder:
 
     @property
     def pad(self) -> int:
-        pad = self._tokenizer.pad_token_id
-        return int(pad if pad is not None else self._eos or 0)
+        """What rows are filled up with: a token that the model has for certain, unlike a pad token added later."""
+        return self._eos or 0
 
     def draft(self, content: Content) -> Draft:
         """Raises BadRow."""

@@ -18,6 +18,7 @@ from megatrain.data.records import Record
 from megatrain.errors import DataError
 
 _SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
+_BEYOND_JSON = (RecursionError, ValueError)  # nested a thousand times; a number of more than 4,300 digits
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -83,8 +84,8 @@ def _record(body: bytes, *, name: str, row: int, line: int) -> Record:
         return Record(name, row, line, {}, fault=f"byte {error.start + 1} of the line is not UTF-8")
     except json.JSONDecodeError as error:
         return Record(name, row, line, {}, fault=f"broken JSON: {error.msg} at column {error.pos + 1}")
-    except RecursionError:
-        return Record(name, row, line, {}, fault="broken JSON: nested too deeply")
+    except _BEYOND_JSON as error:
+        return Record(name, row, line, {}, fault=f"broken JSON: {_reason(error)}")
     return as_record(value, name=name, row=row, line=line)
 
 
@@ -102,7 +103,7 @@ def _first_line_is_whole(path: Path) -> bool:
             if body:
                 try:
                     json.loads(body.decode("utf-8"))
-                except (UnicodeDecodeError, json.JSONDecodeError):
+                except (*_BEYOND_JSON, UnicodeDecodeError):
                     return False
                 return True
     return True
@@ -121,6 +122,8 @@ def _scan(text: str, *, name: str) -> Iterator[Record]:
             value, end = decoder.raw_decode(text, position)
         except json.JSONDecodeError as error:
             raise _broken(error.msg, text=text, position=error.pos, name=name) from error
+        except _BEYOND_JSON as error:
+            raise _broken(_reason(error), text=text, position=position, name=name) from error
         inner = _only_list(value) if not in_list and row == 0 and _skip(text, end) == len(text) else None
         for item in [value] if inner is None else inner:
             row += 1
@@ -150,6 +153,10 @@ def _broken(message: str, *, text: str, position: int, name: str) -> DataError:
     line = text.count("\n", 0, position) + 1
     column = position - (text.rfind("\n", 0, position) + 1) + 1
     return DataError(f"broken JSON: {message} at column {column}", where=f"{name}:{line}")
+
+
+def _reason(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
 def _kind(value: object) -> str:
