@@ -28,7 +28,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("streamed", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "streamed", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=["fp32", "bf16"]
+)
 def test_untouched_model_comes_back_bit_by_bit(family: str, streamed: torch.dtype, tmp_path: Path) -> None:
     saved(FAMILIES[family](), tmp_path / "source")
     store, model = loaded(tmp_path / "source", streamed=streamed)

@@ -50,9 +50,9 @@ def footprint(nbytes: int, *, pinned: bool) -> int:
 class Arena:
     """Hands out blocks of one mapping, in order, never taken back before the end.
 
-    A page-locked block is one registration: CUDA copies from or to a block never cross from one registration
-    into another, or from locked into pageable memory. The first registration that fails ends page-locking:
-    later blocks are pageable, `report` says why.
+    A page-locked block is one registration, because a copy that crosses from one registration into another is
+    refused by CUDA (invalid argument): copy within a block, never across two. The first registration that fails
+    ends page-locking: later blocks are pageable, `report` says why.
     """
 
     def __init__(self, *, pinned_bytes: int, pageable_bytes: int, threads: int, pin: bool) -> None:
