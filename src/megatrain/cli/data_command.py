@@ -27,7 +27,10 @@ def run(recipe: str, *, overrides: Sequence[str], rows: int, json: bool) -> int:
 
     loaded = load_recipe(recipe, overrides=overrides)
     tokenizer = load_tokenizer(loaded)
-    prepared = prepare(loaded, tokenizer=tokenizer, max_positions=max_positions(read_config(loaded)))
+    config = read_config(loaded)
+    prepared = prepare(
+        loaded, tokenizer=tokenizer, max_positions=max_positions(config), vocab_size=config.get_text_config().vocab_size
+    )
     result = _result(loaded, prepared=prepared, tokenizer=tokenizer, rows=rows)
     if json:
         emit(result)
