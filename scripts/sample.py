@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,8 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable_progress_bar()
     model = args.run if (args.run / "config.json").is_file() else args.run / "model"
+    if not (model / "config.json").is_file():
+        sys.exit(f"{args.run} has no exported model\nhint: finish the run, or `megatrain export` its checkpoint")
     recipe = load_recipe(str(model.parent / "recipe.yaml"))
     tokenizer = load_tokenizer(recipe)
     prepared = prepare(recipe, tokenizer=tokenizer, max_positions=None)
