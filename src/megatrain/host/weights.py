@@ -20,7 +20,7 @@ from megatrain.host.source import Source, fetch, has_weights, locate
 from megatrain.host.store import HostStore, HostUnit
 from megatrain.host.tensor_file import PIECE_BYTES, StoredTensor, forget, opened, read_into
 
-__all__ = ["fetch", "has_weights", "load_pretrained", "place"]
+__all__ = ["fetch", "has_weights", "load_pretrained"]
 
 Progress = Callable[[int, int], None]
 """Called with bytes read and bytes in all."""
