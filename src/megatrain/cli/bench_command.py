@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.cli.output import emit
-from megatrain.errors import NotAvailable, UsageError
+from megatrain.errors import UsageError
 from megatrain.recipe import Recipe, load_recipe
+from megatrain.report.trace import picture, write_chrome_trace
 from megatrain.units import format_size
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ def run(
     json: bool,
 ) -> int:
     """Measure and print; returns the exit code."""
-    if trace is not None:
-        raise NotAvailable("bench --trace is not available yet", where="--trace")
     chosen = _recipe(recipe, model=model, overrides=overrides, tokens_per_step=tokens_per_step)
     from megatrain.train.baselines.runner import parse_names, run_baselines
     from megatrain.train.baselines.work import Work
@@ -48,7 +47,9 @@ def run(
     names = parse_names(baseline) if baseline is not None else ()
     count = steps or DEFAULT_STEPS
     planned = plan_run(chosen, config=read_config(chosen))
-    report = bench(planned, steps=count)
+    report, steps_trace = bench(planned, steps=count, trace=trace is not None)
+    if steps_trace is not None and trace is not None:
+        write_chrome_trace(trace, steps_trace.spans)
     planned.device.release_cache()
     work = Work(
         model=model_path(chosen),
@@ -62,6 +63,8 @@ def run(
         emit(report.to_dict() | {"baselines": [_compared(other, report=report) for other in others]})
     else:
         print(_text(report))
+        if steps_trace is not None:
+            print(picture(steps_trace.spans, start_s=steps_trace.start_s, end_s=steps_trace.end_s))
         for other in others:
             print(_line(other, report=report))
     return 0

@@ -9,13 +9,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
 from megatrain.host.store import HostStore
 from megatrain.model.batch import IGNORE, MicroBatch
 from megatrain.report.process import host_peak_bytes
+from megatrain.stream.tracing import Span, TracedDevice
 from megatrain.train.build import Planned, Rooms, build_rooms
 
 LEARNING_RATE = 1e-5
@@ -121,10 +122,40 @@ def run_steps(rooms: Rooms, planned: Planned, *, count: int) -> Iterator[BenchSt
         )
 
 
-def bench(planned: Planned, *, steps: int) -> BenchReport:
-    """Build the rooms, run warm-up and measured steps, close."""
+@dataclass(frozen=True)
+class StepTrace:
+    """What ran during two steady steps, the second of them between `start_s` and `end_s`."""
+
+    spans: tuple[Span, ...]
+    start_s: float
+    end_s: float
+
+
+class _Updates:
+    """When the optimizer worked on which unit, on the clock of a traced device."""
+
+    def __init__(self, traced: TracedDevice) -> None:
+        self._traced, self._began_s = traced, 0.0
+        self.spans: list[Span] = []
+
+    def before(self, unit: int) -> None:
+        self._began_s = time.perf_counter()
+
+    def after(self, unit: int) -> None:
+        if self._traced.recording:
+            zero_s = self._traced.zero_s
+            self.spans.append(
+                Span("optimizer", f"update({unit})", self._began_s - zero_s, time.perf_counter() - zero_s)
+            )
+
+
+def bench(planned: Planned, *, steps: int, trace: bool = False) -> tuple[BenchReport, StepTrace | None]:
+    """Build the rooms, run warm-up and measured steps, then two traced ones if asked (they are slower), close."""
+    traced = TracedDevice(planned.device)
+    updates = _Updates(traced)
+    planned = replace(planned, device=traced)
     began = time.perf_counter()
-    rooms = build_rooms(planned, fill=fill_synthetic)
+    rooms = build_rooms(planned, fill=fill_synthetic, before_unit=updates.before, after_unit=updates.after)
     build_s = time.perf_counter() - began
     began = time.perf_counter()
     warm = list(run_steps(rooms, planned, count=WARMUP_STEPS))
@@ -133,9 +164,19 @@ def bench(planned: Planned, *, steps: int) -> BenchReport:
     measured = list(run_steps(rooms, planned, count=steps))
     report = _report(planned, warm=warm, measured=measured, build_s=build_s, warmup_s=warmup_s)
     rooms.worker.drain()
+    steps_trace = _trace(rooms, planned, traced, updates) if trace else None
     rooms.worker.close()
     rooms.store.close()
-    return report
+    return report, steps_trace
+
+
+def _trace(rooms: Rooms, planned: Planned, traced: TracedDevice, updates: _Updates) -> StepTrace:
+    edges = [0.0]
+    with traced.record_spans():
+        for _ in run_steps(rooms, planned, count=2):
+            edges.append(time.perf_counter() - traced.zero_s)
+        rooms.worker.drain()
+        return StepTrace((*traced.spans(), *updates.spans), edges[1], edges[2])
 
 
 def _report(

@@ -46,6 +46,7 @@ class Planned:
 
     recipe: Recipe
     device: Device
+    on_cuda: bool
     device_name: str  # for people
     config: PretrainedConfig
     model: StreamedModel
@@ -78,7 +79,7 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 
 def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | None = None) -> Planned:
-    """Open the device, read the model's structure, decide the plan (or take that of the run being resumed).
+    """Open the device, read the model's structure, decide the plan (a resumed run is cut as it was).
 
     Raises ModelError for a model that cannot run exactly, DeviceError, DoesNotFit.
     """
@@ -99,7 +100,7 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
         model.check_packing()
     threads = recipe.memory.threads
     anatomy = model.anatomy
-    chosen = resumed or plan(
+    chosen = plan(
         model.sizes,
         memory=recipe.memory,
         batch_size=recipe.train.batch_size,
@@ -112,8 +113,9 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
             context_bytes=device.context_bytes if isinstance(device, CudaDevice) else CONTEXT_BYTES,
         ),
         stem_shared=anatomy.stem_in_tail or anatomy.stem_in_layers,
+        kept=resumed,
     )
-    return Planned(recipe, device, name, config, model, chosen)
+    return Planned(recipe, device, on_cuda, name, config, model, chosen)
 
 
 @dataclass(frozen=True)
@@ -125,19 +127,33 @@ class Rooms:
     executor: StreamingExecutor
 
 
-def build_rooms(planned: Planned, *, fill: Callable[[HostStore], None]) -> Rooms:
-    """Take the memory that the plan counted, fill it, connect store, optimizer and executor. Raises DoesNotFit."""
+def build_rooms(
+    planned: Planned,
+    *,
+    fill: Callable[[HostStore], None],
+    before_unit: Callable[[int], None] = lambda unit: None,
+    after_unit: Callable[[int], None] = lambda unit: None,
+) -> Rooms:
+    """Take the memory that the plan counted, fill it, connect store, optimizer and executor.
+
+    before_unit, after_unit: called by the optimizer's thread around each update. Raises DoesNotFit.
+    """
     recipe, chosen, model = planned.recipe, planned.plan, planned.model
     row_bytes = footprint(chosen.input_bytes, pinned=True)
     stored_rows = len(model.anatomy.layers) * chosen.micro_batches if chosen.load_buffers else 0
     store = HostStore.allocate(
         model.anatomy,
-        pin=isinstance(planned.device, CudaDevice),
+        pin=planned.on_cuda,
         threads=chosen.threads,
         extra_pinned_bytes=stored_rows * row_bytes,
     )
     fill(store)
-    worker = OptimizerWorker(_optimizer(recipe, model=model, store=store, threads=chosen.threads), store=store)
+    worker = OptimizerWorker(
+        _optimizer(recipe, model=model, store=store, threads=chosen.threads),
+        store=store,
+        before_unit=before_unit,
+        after_unit=after_unit,
+    )
     executor = StreamingExecutor(
         model,
         store=store,
@@ -174,7 +190,7 @@ def build_run(
             _fill(store, planned, progress=progress)
 
     rooms = build_rooms(planned, fill=fill)
-    pad_multiple = PAD_MULTIPLE_CUDA if isinstance(planned.device, CudaDevice) else 1
+    pad_multiple = PAD_MULTIPLE_CUDA if planned.on_cuda else 1
     return Run(
         recipe=recipe,
         model=planned.model,
