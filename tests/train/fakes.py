@@ -25,6 +25,7 @@ from megatrain.report.events import EvalReport, SaveReport, SkipReport, StepRepo
 from megatrain.report.journal import Journal
 from megatrain.report.metrics import MetricsLog, read_metrics
 from megatrain.train.checkpoint import CheckpointWriter
+from megatrain.train.intervals import total_steps
 from megatrain.train.manifest import Identity
 from megatrain.train.run import Run
 from megatrain.train.rundir import RunDir
@@ -268,5 +269,13 @@ def stage(
         stop=stop,
         retry_waits_s=retry_waits_s,
     )
-    trainer = Trainer(run, state=state or TrainState(), journal=journal, checkpoints=checkpoints, stop=stop)
+    total = total_steps(FakeLoader(), epochs=recipe.train.epochs, steps=recipe.train.steps)
+    trainer = Trainer(
+        run,
+        state=state or TrainState(),
+        total_steps=total,
+        journal=journal,
+        checkpoints=checkpoints,
+        stop=stop,
+    )
     return Stage(folder, recipe, store, worker, executor, console, stop, trainer, journal)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import COMMAND, chaos, start, write_recipe
+from chaos import chaos, start, write_recipe
 from whole import curve, state, weights, write_rows
 
 from megatrain.cli.main import main
+from megatrain.train.rundir import RunDir
 from megatrain.train.session import Session
 
 
@@ -96,6 +97,15 @@ def test_a_bug_of_ours_leaves_its_traceback_in_the_folder(
     assert json.loads((tmp_path / "run" / "run.json").read_text())["exit_code"] == 1
 
 
+def test_a_second_process_is_refused_while_the_first_works(
+    tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir(tmp_path / "run").locked():
+        for option in ("--json", "--dry-run"):
+            assert command("finetune", str(recipe), "--json", option) == 2
+            assert f"process {os.getpid()}" in last_line(capsys)["error"]["message"]
+
+
 # -- real processes ---------------------------------------------------------------------------------------
 
 
@@ -119,19 +129,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(
-    "phase",
+    ("phase", "signum"),
     [
-        "reading and tokenising",
-        "reading the model's structure",
-        "taking memory",
-        "eval after step 0",
-        "step 1/",
-        "step 5/",
-        "eval after step 3",
-        "writing the checkpoint of step 4",
-        "exporting",
+        ("reading and tokenising", signal.SIGINT),
+        ("reading the model's structure", signal.SIGTERM),
+        ("taking memory", signal.SIGHUP),
+        ("eval after step 0", signal.SIGINT),
+        ("step 1/", signal.SIGTERM),
+        ("step 5/", signal.SIGHUP),
+        ("eval after step 3", signal.SIGINT),
+        ("writing the checkpoint of step 4", signal.SIGTERM),
+        ("exporting", signal.SIGHUP),
     ],
 )
 def test_a_signal_in_every_phase_stops_it_and_the_resume_is_exact(
@@ -171,19 +180,6 @@ def test_the_second_signal_stops_it_within_two_seconds(tmp_path: Path, recipe: P
     process = start(recipe)
     process.communicate()
     assert weights(tmp_path / "run") == weights(undisturbed)
-
-
-@pytest.mark.slow
-def test_a_second_process_is_refused_while_the_first_works(recipe: Path) -> None:
-    first = start(recipe)
-    read_until(first, "reading and")
-    second = subprocess.run(
-        [sys.executable, "-c", COMMAND, "finetune", str(recipe), "--json"], capture_output=True, text=True, check=False
-    )
-    assert second.returncode == 2
-    assert f"process {first.pid}" in json.loads(second.stdout)["error"]["message"]
-    _, err = first.communicate()
-    assert first.returncode == 0, err
 
 
 @pytest.mark.slow

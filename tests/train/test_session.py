@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from whole import WORDS, curve, session, state, train, weights, whole_recipe, wr
 from megatrain.errors import DataError, DiskError, DoesNotFit, NonFinite, RecipeError, UsageError
 from megatrain.recipe import load_recipe
 from megatrain.report.events import SaveReport, StepReport
+from megatrain.train import session as session_module
 from megatrain.train.export import export_checkpoint
 from megatrain.train.signals import Interrupted, StopFlag
 
@@ -268,6 +270,28 @@ def test_a_failing_step_saves_what_was_reached(
     assert os.listdir(tmp_path / "run" / "checkpoints") == ["step-000002"]
     train(whole_recipe(tmp_path / "run", rows=rows), resume="auto")
     assert weights(tmp_path / "run") == weights(whole)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 3, "disk"),
+        (MemoryError(), 3, "does_not_fit"),
+        (OSError(errno.ECHILD, "No child processes"), 1, "internal"),
+    ],
+)
+def test_what_the_machine_lacks_is_no_bug_of_ours(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, kind: str
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(session_module, "prepare", fail)
+    with pytest.raises((DiskError, DoesNotFit, OSError)) as caught:
+        train(whole_recipe(tmp_path / "run", rows=rows))
+    assert getattr(caught.value, "exit_code", 1) == code
+    summary = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (summary["exit_code"], summary["error"]["kind"]) == (code, kind)
 
 
 def test_dry_run_writes_nothing_and_fails_like_the_run(tmp_path: Path, rows: Path) -> None:
