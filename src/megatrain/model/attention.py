@@ -10,7 +10,7 @@ Letters: B rows, S positions, H heads, K key/value heads, D head size, T = B * S
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -119,24 +119,19 @@ def varlen_attention(
         return out.transpose(1, 2).contiguous(), None
     if dropout > 0:
         raise RuntimeError("attention dropout with documents: set_windows should have refused this model")
-    kernel = _flash if query.is_cuda else varlen_by_mask
-    out = kernel(
-        *(t.transpose(1, 2).reshape(rows * length, t.shape[1], t.shape[-1]) for t in (query, key, value)),
-        documents.starts,
-        documents.starts,
-        documents.longest,
-        documents.longest,
-        scale=scaling,
-        window_size=getattr(module, _WINDOW_ATTRIBUTE),
-        enable_gqa=grouped,
-    )
+    kernel: Callable[..., Tensor] = _flash if query.is_cuda else varlen_by_mask
+    flat = [t.transpose(1, 2).reshape(rows * length, t.shape[1], t.shape[-1]) for t in (query, key, value)]
+    starts, longest = documents.starts, documents.longest
+    window: Window = getattr(module, _WINDOW_ATTRIBUTE)
+    out = kernel(*flat, starts, starts, longest, longest, scale=scaling, window_size=window, enable_gqa=grouped)
     return out.view(rows, length, heads, value.shape[-1]), None
 
 
 def _flash(*args: Any, **kwargs: Any) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # not on CPU-only paths: it needs CUDA's flash attention
 
-    out: Tensor = varlen_attn(*args, **kwargs)
+    out = varlen_attn(*args, **kwargs)
+    assert isinstance(out, Tensor)  # a tuple only when asked for more
     return out
 
 

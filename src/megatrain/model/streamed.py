@@ -28,6 +28,7 @@ from megatrain.model.attention import (
 )
 from megatrain.model.aux import step_router_loss
 from megatrain.model.batch import MicroBatch
+from megatrain.model.compiled import LayerFunction, compile_kinds
 from megatrain.model.kinds import kinds_of
 from megatrain.model.packing import document_masks, leaking_layers, probe_positions, probe_row, striped
 from megatrain.model.passes import Pass
@@ -57,6 +58,7 @@ class LayerPlan:
     trainable: tuple[str, ...]  # own parameters, in layout order
     shared_names: tuple[str, ...]  # "stem:..." of stem parameters that the layer reads
     shared_parameters: tuple[Tensor, ...]
+    compiled: LayerFunction | None  # None: the module runs as it is
 
 
 class StreamedModel:
@@ -66,7 +68,7 @@ class StreamedModel:
         self,
         *,
         spec: ModelSpec,
-        model: nn.Module,
+        model: Any,
         found: LayerList,
         parts: Parts,
         recorder: Recorder,
@@ -214,6 +216,7 @@ class StreamedModel:
         owners |= {e.name: "tail" for e in self.anatomy.tail.layout.params}
         in_tail = [n for n in owners if n in self._trial.tail]
         self.head = Head(self._logits, tuple(f"{owners[n]}:{n}" for n in in_tail), tuple(bound[n] for n in in_tail))
+        compiled = self._compiled()
         self.layer_plans = tuple(
             LayerPlan(
                 module,
@@ -221,8 +224,23 @@ class StreamedModel:
                 tuple(e.name for e in unit.layout.params),
                 tuple(f"stem:{n}" for n in part.shared if n in trainable),
                 tuple(bound[n] for n in part.shared if n in trainable),
+                function,
             )
-            for module, part, unit in zip(self._found.layers, self._parts.layers, self.anatomy.layers, strict=True)
+            for module, part, unit, function in zip(
+                self._found.layers, self._parts.layers, self.anatomy.layers, compiled, strict=True
+            )
+        )
+
+    def _compiled(self) -> tuple[LayerFunction | None, ...]:
+        """Layers that share parameters with others, or hand on state, keep their own modules."""
+        if not self.spec.compile:
+            return (None,) * len(self._found.layers)
+        return compile_kinds(
+            self._found.layers,
+            kinds=self.anatomy.kinds,
+            names=[part.sites.names for part in self._parts.layers],
+            eager=[bool(part.shared or self._trial.shared) for part in self._parts.layers],
+            tap=self._trial.tap,
         )
 
     def begin(self, batch: MicroBatch, *, grad: bool, documents: Documents | None = None) -> Pass:
@@ -276,6 +294,9 @@ class StreamedModel:
     ) -> tuple[Tensor, list[Tensor]]:
         """Call the layer's module with `weights` bound. Returns hidden states and router logits."""
         plan = self.layer_plans[layer]
+        if plan.compiled is not None:
+            out, logits = plan.compiled(tuple(weights[n] for n in plan.sites.names), args, kwargs)
+            return (out[0] if isinstance(out, tuple) else out), logits
         plan.sites.put(weights)
         out = plan.module(*args, **kwargs)
         plan.sites.clear()

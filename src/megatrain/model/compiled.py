@@ -1,0 +1,56 @@
+"""Layers as compiled functions: one graph per kind, weights as inputs.
+
+The function that is compiled takes the weights and calls Hugging Face's module with them (`functional_call`
+inside), so every layer of a kind and every slot share its graphs. Compiled results are not bit-equal to eager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from megatrain.model.aux import RouterTap
+
+LayerFunction = Callable[[tuple[Tensor, ...], tuple[Any, ...], dict[str, Any]], tuple[Any, list[Tensor]]]
+_GRAPHS_PER_KIND = 32  # with and without gradients, static and dynamic shapes, with and without masks
+
+
+def compile_kinds(
+    layers: Sequence[nn.Module],
+    *,
+    kinds: Sequence[int],
+    names: Sequence[tuple[str, ...]],
+    eager: Sequence[bool],
+    tap: RouterTap,
+) -> tuple[LayerFunction | None, ...]:
+    """Per layer the compiled function of its kind; None where `eager` says that the layer must not be compiled.
+
+    Raises the limit of recompilations, which all kinds share, and makes reaching it an error: past it PyTorch
+    would run the layers eagerly without a word.
+    """
+    torch._dynamo.config.recompile_limit = _GRAPHS_PER_KIND * (max(kinds) + 1)
+    torch._dynamo.config.accumulated_recompile_limit = 8 * _GRAPHS_PER_KIND * (max(kinds) + 1)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    functions: dict[int, LayerFunction] = {}
+    found: list[LayerFunction | None] = []
+    for layer, kind, own, skip in zip(layers, kinds, names, eager, strict=True):
+        if skip:
+            found.append(None)
+            continue
+        if kind not in functions:
+            functions[kind] = _compiled(layer, names=own, tap=tap)
+        found.append(functions[kind])
+    return tuple(found)
+
+
+def _compiled(layer: nn.Module, *, names: tuple[str, ...], tap: RouterTap) -> LayerFunction:
+    def run(weights: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+        out = functional_call(layer, dict(zip(names, weights, strict=True)), args, kwargs)
+        return out, tap.take()
+
+    compiled: LayerFunction = torch.compile(run)
+    return compiled
