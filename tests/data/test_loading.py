@@ -95,7 +95,8 @@ def test_packed_rows_restart_their_positions_and_pad_as_a_document_of_its_own() 
     batches = loader(samples(5, 4, 6, 16), shuffle=False)
     (micro,) = batches.step_batch(0, 0).micro_batches(8)
     assert micro.packed
-    assert micro.attention_mask is None
+    assert micro.attention_mask is not None  # for the router loss
+    assert int(micro.attention_mask.sum()) == micro.tokens
     assert micro.input_ids.shape == (2, 16)
     row = [*range(5), *range(1000, 1004), *range(2000, 2006), PAD]
     assert micro.input_ids[0].tolist() == row

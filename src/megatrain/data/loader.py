@@ -72,7 +72,7 @@ class StepBatch:
                 position_ids[b, here] = np.arange(len(tokens))
                 at += len(tokens)
             position_ids[b, at:] = np.arange(width - at)  # padding is one more document, which nobody sees
-        padded = not self.packed and min(used) < width
+        padded = min(used) < width
         mask = (np.arange(width) < np.asarray(used)[:, None]).astype(np.int64) if padded else None
         return MicroBatch(
             input_ids=torch.from_numpy(input_ids),

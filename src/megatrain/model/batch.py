@@ -21,7 +21,8 @@ class MicroBatch:
     ``IGNORE`` elsewhere: not shifted, as in Hugging Face. The first token of a document is never supervised.
     ``position_ids`` is given for packed rows only: it restarts at 0 with each document, and that is
     the one statement of where documents begin. Rows shorter than S are padded on the right;
-    ``attention_mask`` (1 real, 0 padding) is given only then.
+    ``attention_mask`` (1 real, 0 padding) is given only then. In packed rows padding is a document of its own, and
+    the mask only tells the router loss what not to count.
     """
 
     input_ids: Tensor  # [B, S] int64

@@ -318,7 +318,7 @@ class StreamedModel:
 
     def _inputs(self, batch: MicroBatch) -> dict[str, Any]:
         inputs: dict[str, Any] = {"input_ids": batch.input_ids}
-        if batch.attention_mask is not None and self.attention != VARLEN:
+        if batch.attention_mask is not None and not batch.packed and self.attention != VARLEN:
             inputs["attention_mask"] = batch.attention_mask
         if batch.position_ids is not None:
             inputs["position_ids"] = batch.position_ids
