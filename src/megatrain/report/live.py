@@ -77,13 +77,13 @@ class LiveConsole:
             "lr": f"{report.lr:.2e}",
             "grad norm": f"{report.grad_norm:.3f}",
             "tok/s": f"{report.tokens_per_s:,.0f}",
-            "step": f"{report.step_s:.2f} s",
         }
         if report.aux_loss is not None:
             facts["aux"] = f"{report.aux_loss:.4f}"
         if self._last_eval is not None:
             facts["eval"] = f"{self._last_eval.loss:.4f}"
         machine = {
+            "step": f"{report.step_s:.2f} s",
             "bound by": f"{report.bound_by} ({100 * report.compute_share:.0f} % computing)",
             "host": format_size(report.host_peak_bytes),
         }
@@ -99,7 +99,7 @@ class LiveConsole:
 
 
 def _facts(facts: dict[str, str]) -> Text:
-    line = Text("  ")
+    line = Text("  ", no_wrap=True, overflow="ellipsis")
     for name, value in facts.items():
         line.append(f"{name} ", style="dim")
         line.append(f"{value}   ")
