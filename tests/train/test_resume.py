@@ -150,6 +150,15 @@ def test_what_may_change(rundir: RunDir) -> None:
     assert steps(rundir, "auto", **changed) == [4]
 
 
+@pytest.mark.parametrize("key", ["model", "tokenizer"])
+def test_a_run_may_not_overwrite_what_it_starts_from(rundir: RunDir, key: str) -> None:
+    rundir.model.mkdir()
+    sections = {key: {"path": str(rundir.path / "." / "model")}}
+    with pytest.raises(UsageError, match="would write its own model") as caught:
+        steps(rundir, "never", output={"dir": str(rundir.path), "overwrite": True}, **sections)
+    assert caught.value.where == f"{key}.path"
+
+
 @pytest.mark.parametrize("field", ["config_hash", "precision", "data"])
 def test_what_only_shows_later_is_refused_too(field: str) -> None:
     check_same_run(IDENTITY, now=dataclasses.replace(IDENTITY, total_steps=99, plan={"micro_batch": 1}))

@@ -189,6 +189,15 @@ def test_a_finished_run_says_so_and_changes_nothing(tmp_path: Path, rows: Path) 
     assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 
+def test_without_export_there_is_no_model_and_the_run_is_finished_all_the_same(tmp_path: Path, rows: Path) -> None:
+    recipe = whole_recipe(tmp_path / "run", rows=rows, output={"export": False, "keep": 1}, train={"save_every": 1})
+    report = train(recipe)
+    assert report.model is None
+    assert not (tmp_path / "run" / "model").exists()
+    assert os.listdir(tmp_path / "run" / "checkpoints") == [f"step-{report.steps:06}"]
+    assert train(recipe, resume="auto") == report
+
+
 def test_a_checkpoint_exports_to_what_the_run_exported(tmp_path: Path, rows: Path) -> None:
     folder = tmp_path / "run"
     train(whole_recipe(folder, rows=rows))

@@ -30,11 +30,12 @@ def decide(rundir: RunDir, *, resume: str, recipe: Recipe) -> Start:
     Raises UsageError when the folder holds a run that may not be touched or there is nothing usable to resume,
     RecipeError when the recipe changed in more than it may.
     """
+    _refuse_own_output(rundir, recipe=recipe)
     if resume == "never":
         return _afresh(rundir, recipe=recipe)
     if resume == "auto":
         return _automatic(rundir, recipe=recipe)
-    return _from_path(rundir, path=Path(resume), recipe=recipe)
+    return _from_path(rundir, path=Path(resume).expanduser(), recipe=recipe)
 
 
 def check_same_run(identity: Identity, *, now: Identity) -> None:
@@ -47,6 +48,17 @@ def check_same_run(identity: Identity, *, now: Identity) -> None:
         if before != after:
             message = f"{what} is not that of the checkpoint ({before}, now {after})"
             raise UsageError(message, hint=hint, where="--resume")
+
+
+def _refuse_own_output(rundir: RunDir, *, recipe: Recipe) -> None:
+    """The export would overwrite the model that it takes keys and tokenizer from."""
+    for key, path in (("model.path", recipe.model.path), ("tokenizer.path", recipe.tokenizer.path)):
+        if path is not None and Path(path).expanduser().resolve() == rundir.model.resolve():
+            raise UsageError(
+                f"{path} is where this run would write its own model",
+                hint="choose another folder with output.dir or --output-dir",
+                where=key,
+            )
 
 
 def _afresh(rundir: RunDir, *, recipe: Recipe) -> Start:
