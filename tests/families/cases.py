@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,17 @@ from transformers import AutoModelForCausalLM
 from variants import EAGER_ONLY, VARIANTS, attention_of, config_of
 
 from megatrain.errors import ModelError
+from megatrain.model.batch import IGNORE, MicroBatch
 
 TIES = 1e-7
 """Tied weights with several micro-batches: the sum is taken in another order."""
 CHUNKED = 5e-7
 """A head in chunks: sums over tokens in another order; relative to the tensor's largest element if that is over 1."""
 CHUNK = 7
+APART = 1e-6
+"""Packed against apart: other shapes, other kernels."""
+DOCUMENT = 9
+"""Tokens of the first document of a packed row, see make_batches."""
 
 LEAKING = frozenset(
     {
@@ -193,22 +198,26 @@ def _isolation(variant: str) -> dict[str, float]:
         return {"packing was not refused": float("nan")}
     streamed = Streamed(model, config=config, attention=attention, packing=True)
     (row,) = make_batches(1, packed=True)
-    changed_ids = row.input_ids.clone()
-    changed_ids[:, :9] = (changed_ids[:, :9] * 7 + 5) % 250 + 3
-    outputs = [_last_hidden(streamed, ids=ids, like=row) for ids in (row.input_ids, changed_ids)]
-    second = outputs[0].narrow(-2, 9, row.input_ids.shape[1] - 9)
+    other = row.input_ids.clone()
+    other[:, :DOCUMENT] = (other[:, :DOCUMENT] * 7 + 5) % 250 + 3
+    labels = row.labels.clone()
+    labels[:, :DOCUMENT] = IGNORE
+    supervised = int((labels != IGNORE).sum())
+    first, loss = streamed.evaluate(replace(row, labels=labels, supervised=supervised))
+    second, _ = streamed.evaluate(replace(row, input_ids=other))
     found = {}
-    if not torch.equal(second, outputs[1].narrow(-2, 9, second.shape[-2])):
-        found["document 2 moved"] = float((second - outputs[1].narrow(-2, 9, second.shape[-2])).abs().max())
-    apart = _last_hidden(streamed, ids=row.input_ids[:, 9:], like=None)
-    gap = float((apart - second).abs().max()) / max(1.0, float(apart.abs().max()))
-    if not gap <= 1e-6:
-        found["packed against apart"] = gap
+    tokens = row.input_ids.shape[1] - DOCUMENT
+    moved = (first - second).narrow(-2, DOCUMENT, tokens).abs().max()
+    # The grouped product of routed experts rounds a row by how many rows its expert gets, in Hugging Face too.
+    sizes = streamed.model.sizes
+    allowed = 0.0 if sizes.params_active == sizes.params_total else APART * max(1.0, float(first.abs().max()))
+    if not float(moved) <= allowed:
+        found["document 2 moved"] = float(moved)
+    rest = (row.input_ids[:, DOCUMENT:], labels[:, DOCUMENT:])
+    _, apart = streamed.evaluate(MicroBatch(*rest, None, None, rest[0].numel(), supervised))
+    if not abs(apart - loss) <= APART * max(1.0, apart):
+        found["packed against apart"] = abs(apart - loss)
     return found
-
-
-def _last_hidden(streamed: Streamed, *, ids: torch.Tensor, like: Any) -> torch.Tensor:
-    return streamed.hidden(ids, positions=None if like is None else like.position_ids)
 
 
 def _reloaded(model: Any, *, attention: str) -> Any:

@@ -100,8 +100,9 @@ def router_loss(model: Any, logits: Sequence[tuple[Tensor, ...]], mask: Tensor |
     config = model.config
     names = ("num_experts", "num_local_experts")
     experts = next(v for k in names if (v := getattr(model, k, getattr(config, k, None))))
+    chosen = getattr(model, "num_experts_per_tok", None) or config.num_experts_per_tok
     joined = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
-    result: Tensor = home.load_balancing_loss_func(joined, experts, config.num_experts_per_tok, mask)
+    result: Tensor = home.load_balancing_loss_func(joined, experts, chosen, mask)
     return result
 
 
@@ -162,18 +163,21 @@ class Streamed:
         training: bool = False,
         compile: bool = False,
         packing: bool = False,
+        device: str = "cpu",
+        rng: Any = None,
     ) -> None:
         spec = ModelSpec(copy.deepcopy(config), attention, dtype, training, compile)
-        self.model = StreamedModel.build(spec, rng=CpuRng())
+        self.device = torch.device(device)
+        self.model = StreamedModel.build(spec, rng=rng or CpuRng())
         if packing:
             self.model.check_packing()
         weights: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
         weights |= dict(source.named_buffers(remove_duplicate=False))
         anatomy = self.model.anatomy
-        self.blocks = {unit.index: _block(unit, weights) for unit in anatomy.units}
+        self.blocks = {unit.index: _block(unit, weights).to(self.device) for unit in anatomy.units}
         size = max(unit.layout.nbytes for unit in anatomy.layers)
-        self.slots = [_nan(size), _nan(size)]
-        self.model.outer_buffers_to(torch.device("cpu"))
+        self.slots = [_nan(size).to(self.device), _nan(size).to(self.device)]
+        self.model.outer_buffers_to(self.device)
         self.model.bind_outer(
             stem=anatomy.stem.layout.views(self.blocks[anatomy.stem.index]),
             tail=anatomy.tail.layout.views(self.blocks[anatomy.tail.index]),
@@ -182,12 +186,15 @@ class Streamed:
     def step(self, batches: Sequence[MicroBatch], *, chunk: int = WHOLE) -> Result:
         anatomy = self.model.anatomy
         denominator = sum(b.supervised for b in batches)
-        result = Result(torch.zeros(()))
+        result = Result(torch.zeros((), device=self.device))
 
         def accumulate(name: str, gradient: Tensor) -> None:
             result.add(name.partition(":")[2], gradient)
 
-        passes = [self.model.begin(batch, grad=True) for batch in batches]
+        passes = []
+        for batch in batches:
+            documents = self.model.documents(batch)  # before the batch leaves the CPU
+            passes.append(self.model.begin(_moved(batch, self.device), grad=True, documents=documents))
         stored = [[p.hidden] for p in passes]
         for i in range(len(anatomy.layers)):
             weights = self._load(i)
@@ -213,15 +220,15 @@ class Streamed:
             p.finish(slope, accumulate=accumulate)
         return result
 
-    def hidden(self, ids: Tensor, *, positions: Tensor | None) -> Tensor:
-        """The last layer's output, without gradients."""
-        batch = MicroBatch(ids, ids, positions, None, ids.numel(), ids.numel())
+    def evaluate(self, batch: MicroBatch) -> tuple[Tensor, float]:
+        """The last layer's output and the mean loss, without gradients."""
         current = self.model.begin(batch, grad=False)
         out = current.hidden
         for i in range(len(self.model.anatomy.layers)):
             out = current.forward(i, self._load(i), out)
             self._release(i)
-        return out
+        found = current.tail(out, denominator=batch.supervised, chunk=WHOLE, grad=False, accumulate=_refuse)
+        return out, float(found.loss)
 
     def _load(self, layer: int) -> dict[str, Tensor]:
         unit, slot = self.model.anatomy.layers[layer], self.slots[layer % 2]
@@ -229,7 +236,23 @@ class Streamed:
         return unit.layout.views(slot)
 
     def _release(self, layer: int) -> None:
-        self.slots[layer % 2].copy_(_nan(self.slots[0].numel()))
+        self.slots[layer % 2].fill_(255)  # see _nan
+
+
+def _refuse(name: str, gradient: Tensor) -> None:
+    raise AssertionError(f"an evaluation gave a gradient of {name}")
+
+
+def _moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    if device.type == "cpu":
+        return batch
+    ids, labels, positions, mask = (
+        None if t is None else t.pin_memory().to(device, non_blocking=True)
+        for t in (batch.input_ids, batch.labels, batch.position_ids, batch.attention_mask)
+    )
+    assert ids is not None
+    assert labels is not None
+    return MicroBatch(ids, labels, positions, mask, batch.tokens, batch.supervised)
 
 
 def _block(unit: Unit, weights: dict[str, Tensor]) -> Tensor:

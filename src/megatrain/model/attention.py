@@ -10,6 +10,7 @@ Letters: B rows, S positions, H heads, K key/value heads, D head size, T = B * S
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -127,9 +128,11 @@ def varlen_attention(
     return out.view(rows, length, heads, value.shape[-1]), None
 
 
-def _flash(*args: Any, **kwargs: Any) -> Tensor:
+def _flash(*args: Any, enable_gqa: bool, **kwargs: Any) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # not on CPU-only paths: it needs CUDA's flash attention
 
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before 2.12 grouped heads needed no permission
+        kwargs["enable_gqa"] = enable_gqa
     out = varlen_attn(*args, **kwargs)
     assert isinstance(out, Tensor)  # a tuple only when asked for more
     return out
