@@ -98,10 +98,11 @@ def chaos(kills: int, *, seed: int, folder: Path, span_s: float) -> Tally:
                 break
         process = start(recipe)
         _, err = process.communicate()
-        if process.returncode != 0:
-            tally.wrong_codes.append(f"the last resume: {process.returncode}: {err[-500:]}")
         tally.rounds += 1
-        compare(work / "run", folder / "whole" / "run", tally=tally)
+        if process.returncode == 0:
+            compare(work / "run", folder / "whole" / "run", tally=tally)
+        else:
+            tally.wrong_codes.append(f"the last resume: {process.returncode}: {err[-1000:]}")
     return tally
 
 

@@ -85,10 +85,10 @@ def test_a_failure_is_told_once_and_is_in_run_json(
 def test_a_bug_of_ours_leaves_its_traceback_in_the_folder(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bug(self: Session, *args: object) -> None:
+    def bug(self: Session, start: object) -> None:
         raise ZeroDivisionError("oops")
 
-    monkeypatch.setattr(Session, "_look_ahead", bug)
+    monkeypatch.setattr(Session, "_train", bug)
     assert command("finetune", str(recipe), "--json") == 1
     captured = capsys.readouterr()
     assert "ZeroDivisionError: oops" in (tmp_path / "run" / "crash.txt").read_text()

@@ -20,7 +20,7 @@ from whole import WORDS, curve, session, state, train, weights, whole_recipe, wr
 from megatrain.errors import DataError, DiskError, DoesNotFit, NonFinite, RecipeError, UsageError
 from megatrain.recipe import load_recipe
 from megatrain.report.events import SaveReport, StepReport
-from megatrain.train import session as session_module
+from megatrain.train import prospect
 from megatrain.train.export import export_checkpoint
 from megatrain.train.signals import Interrupted, StopFlag
 
@@ -295,7 +295,7 @@ def test_what_the_machine_lacks_is_no_bug_of_ours(
     def fail(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(session_module, "prepare", fail)
+    monkeypatch.setattr(prospect, "prepare", fail)
     with pytest.raises((DiskError, DoesNotFit, OSError)) as caught:
         train(whole_recipe(tmp_path / "run", rows=rows))
     assert getattr(caught.value, "exit_code", 1) == code

@@ -6,34 +6,27 @@ Nothing of an earlier run in the folder is touched before the new one has its we
 from __future__ import annotations
 
 import dataclasses
-import errno
 import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import PreTrainedTokenizerBase
-
-from megatrain.data import Loader, Prepared, load_tokenizer, prepare
-from megatrain.errors import DiskError, DoesNotFit, MegatrainError, UsageError
-from megatrain.optim.lr import warmup_steps
-from megatrain.plan.accounting import MemoryPlan
+from megatrain.errors import DiskError, MegatrainError, UsageError
 from megatrain.recipe import Recipe
 from megatrain.report.console import Console
 from megatrain.report.events import RunReport
 from megatrain.report.journal import Journal
 from megatrain.report.metrics import MetricsLog
 from megatrain.report.process import host_peak_bytes, versions
-from megatrain.report.sinks import check_available, open_sinks
-from megatrain.train.build import Planned, build_run, max_positions, plan_run, read_config
+from megatrain.report.sinks import open_sinks
+from megatrain.train.build import build_run
 from megatrain.train.checkpoint import Checkpoint, CheckpointWriter, newest_checkpoint, state_bytes
 from megatrain.train.export import export_bytes, export_run
-from megatrain.train.intervals import total_steps
-from megatrain.train.manifest import Damaged, Identity
+from megatrain.train.failure import error_object, machine_error
+from megatrain.train.manifest import Damaged
+from megatrain.train.prospect import Prospect, look_ahead
 from megatrain.train.resume import Start, check_same_run, decide
 from megatrain.train.run import Run
 from megatrain.train.rundir import RunDir
@@ -41,18 +34,6 @@ from megatrain.train.signals import Interrupted, StopFlag
 from megatrain.train.state import TrainState
 from megatrain.train.trainer import Trainer
 from megatrain.units import format_size
-
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True)
-class Prospect:
-    """Everything that is known before the first byte of weights."""
-
-    tokenizer: PreTrainedTokenizerBase
-    prepared: Prepared
-    planned: Planned
-    total_steps: int
 
 
 class Session:
@@ -76,7 +57,7 @@ class Session:
         self._tell(start)
         if start.finished:
             return {"status": "dry-run", "exit_code": 0, "finished": True}
-        prospect = self._look_ahead(start)
+        prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
         plan = prospect.planned.plan
         return {
             "status": "dry-run",
@@ -105,13 +86,12 @@ class Session:
     # -- phases -------------------------------------------------------------------------------------------
 
     def _train(self, start: Start) -> None:
-        prospect = self._look_ahead(start)
+        prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
         run, state, origin = self._build(prospect, start=start)
         self._run = run
         self._check_disk(run, start=start, left=prospect.total_steps - state.step)
         self._take_folder(start)
         with self._journal(state, start=start, resumed=origin is not None) as journal:
-            identity = self._identity(prospect)
             self._trainer = Trainer(
                 run,
                 state=state,
@@ -120,7 +100,7 @@ class Session:
                 checkpoints=CheckpointWriter(
                     self.rundir.checkpoints,
                     store=run.store,
-                    identity=identity,
+                    identity=prospect.identity,
                     keep=self.recipe.output.keep,
                     console=self._console,
                     stop=self._stop,
@@ -135,53 +115,13 @@ class Session:
         run.worker.close()
         run.store.close()
 
-    def _look_ahead(self, start: Start) -> Prospect:
-        """Data, model structure, plan: all that can fail without having cost much."""
-        recipe = self.recipe
-        check_available(tensorboard=recipe.report.tensorboard, wandb=recipe.report.wandb is not None)
-        config = read_config(recipe)
-        self._console.phase("reading and tokenising the data")
-        tokenizer = load_tokenizer(recipe)
-        prepared = prepare(
-            recipe, tokenizer=tokenizer, max_positions=max_positions(config), should_stop=self._stop.check
-        )
-        for warning in prepared.report.warnings():
-            self._console.warn(warning)
-        steps = self._count_steps(prepared)
-        self._stop.check()
-        self._console.phase("reading the model's structure and planning memory")
-        planned = self._plan(config, start=start)
-        self._stop.check()
-        self._describe(planned, prepared=prepared, steps=steps, start=start)
-        return Prospect(tokenizer, prepared, planned, steps)
-
-    def _plan(self, config: Any, *, start: Start) -> Planned:
-        """A resumed run keeps its precision, and its plan where that still holds: another cut rounds differently."""
-        if not start.candidates:
-            return plan_run(self.recipe, config=config)
-        identity = start.candidates[0].manifest.identity
-        recipe = self.recipe
-        if recipe.train.precision == "auto":
-            train = recipe.train.model_copy(update={"precision": identity.precision})
-            recipe = recipe.model_copy(update={"train": train})
-        planned = plan_run(recipe, config=config)
-        before, now = MemoryPlan.from_dict(identity.plan), planned.plan
-        if identity.recipe["memory"] == self.recipe.to_dict()["memory"] and _still_fits(before, now=now):
-            return dataclasses.replace(planned, plan=dataclasses.replace(before, threads=now.threads))
-        if before.micro_batch != now.micro_batch:
-            self._console.note(
-                f"the memory plan is new: micro-batches of {now.micro_batch} rows (were {before.micro_batch}), "
-                "so sums round differently than before"
-            )
-        return planned
-
     def _build(self, prospect: Prospect, *, start: Start) -> tuple[Run, TrainState, Checkpoint | None]:
         """The run with its weights in memory, and where it stands."""
         if not start.candidates:
             return self._build_run(prospect, load_weights=True), TrainState(), None
         run = self._build_run(prospect, load_weights=False)
         for candidate in start.candidates:
-            check_same_run(candidate.manifest.identity, now=self._identity(prospect))
+            check_same_run(candidate.manifest.identity, now=prospect.identity)
             try:
                 candidate.load_into(run.store, console=self._console, check=self._stop.check)
             except Damaged as error:
@@ -233,20 +173,6 @@ class Session:
 
     # -- checks and words ---------------------------------------------------------------------------------
 
-    def _count_steps(self, prepared: Prepared) -> int:
-        recipe = self.recipe
-        loader = Loader(
-            prepared.train,
-            batch_size=recipe.train.batch_size,
-            max_seq_len=recipe.data.max_seq_len,
-            packing=recipe.data.packing,
-            shuffle=recipe.data.shuffle,
-            seed=recipe.train.seed,
-        )
-        steps = total_steps(loader, epochs=recipe.train.epochs, steps=recipe.train.steps)
-        warmup_steps(recipe.optimizer.warmup, total=steps)  # a warm-up longer than the run is refused here
-        return steps
-
     def _check_disk(self, run: Run, *, start: Start, left: int) -> None:
         """Room for one checkpoint and the export, before the first step."""
         one = state_bytes(run.store) if left > 0 else 0
@@ -266,39 +192,11 @@ class Session:
                 f"and {format_size(free)} are free"
             )
 
-    def _identity(self, prospect: Prospect) -> Identity:
-        planned = prospect.planned
-        return Identity(
-            recipe=self.recipe.to_dict(),
-            plan=planned.plan.to_dict(),
-            precision=_PRECISIONS[planned.model.spec.precision],
-            config_hash=planned.model.sizes.config_hash,
-            data=prospect.prepared.fingerprint(),
-            total_steps=prospect.total_steps,
-            versions=versions(),
-        )
-
     def _tell(self, start: Start) -> None:
         for warning in start.warnings:
             self._console.warn(warning)
         for note in start.notes:
             self._console.note(note)
-
-    def _describe(self, planned: Planned, *, prepared: Prepared, steps: int, start: Start) -> None:
-        plan, train = planned.plan, prepared.train
-        self._console.note(
-            f"{len(train):,} documents, {train.token_count:,} tokens ({train.supervised_count:,} supervised), "
-            f"{steps} steps of {self.recipe.train.batch_size} sequences"
-        )
-        self._console.note(
-            f"{planned.device_name}: micro-batches of {plan.micro_batch}, {plan.slots} weight slots, "
-            f"activations on the {plan.activations}, {plan.threads} optimizer threads, "
-            f"{format_size(plan.host_total)} of host memory"
-            + (f", {format_size(plan.device_total)} of VRAM" if not plan.on_cpu else "")
-        )
-        if start.candidates and start.candidates[0].manifest.identity.total_steps != steps:
-            before = start.candidates[0].manifest.identity.total_steps
-            self._console.note(f"the run now has {steps} steps (was {before}); the learning rate follows the new total")
 
     # -- endings ------------------------------------------------------------------------------------------
 
@@ -306,22 +204,15 @@ class Session:
     def _failures_reported(self) -> Iterator[None]:
         try:
             yield
-        except MegatrainError as error:
-            self._leave("error", error.exit_code, error=_error(error))
-            raise
-        except (torch.OutOfMemoryError, MemoryError, OSError) as error:
-            mine = _of_the_machine(error)
-            if mine is None:
-                self._leave("error", 1, error=_internal(error))
-                raise
-            self._leave("error", mine.exit_code, error=_error(mine))
-            raise mine from error
         except Interrupted as interrupt:
             self._leave("interrupted", interrupt.exit_code)
             raise
         except Exception as error:
-            self._leave("error", 1, error=_internal(error))
-            raise
+            known = error if isinstance(error, MegatrainError) else machine_error(error)
+            self._leave("error", known.exit_code if known else 1, error=error_object(known or error))
+            if known is None or known is error:
+                raise
+            raise known from error
 
     def _leave(self, status: str, exit_code: int, *, error: dict[str, Any] | None = None) -> None:
         """Say what is safe, and write run.json if the folder is ours; a disk that refuses it changes nothing."""
@@ -370,34 +261,5 @@ class Session:
         return RunReport(**{**blank, **summary})
 
 
-def _still_fits(plan: MemoryPlan, *, now: MemoryPlan) -> bool:
-    """Whether an earlier plan holds under the limits of a new one, on the same kind of device."""
-    on_device = now.device_limit is None or plan.device_total <= now.device_limit.bytes
-    return plan.on_cpu == now.on_cpu and on_device and plan.host_total <= now.host_limit.bytes
-
-
 def _size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
-
-
-def _of_the_machine(error: Exception) -> MegatrainError | None:
-    """What the machine lacks, if that is what the error says."""
-    match error:
-        case torch.OutOfMemoryError():
-            return DoesNotFit(
-                f"the device ran out of memory: {str(error).splitlines()[0]}",
-                hint="lower memory.micro_batch, or set memory.vram below what is really free",
-            )
-        case MemoryError():
-            return DoesNotFit("host memory is exhausted", hint="lower memory.micro_batch, or set memory.host")
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EROFS | errno.EIO):
-            return DiskError(error.strerror or str(error), where=str(error.filename or "output.dir"))
-    return None
-
-
-def _internal(error: Exception) -> dict[str, Any]:
-    return {"kind": "internal", "message": f"{type(error).__name__}: {error}", "hint": None, "where": None}
-
-
-def _error(error: MegatrainError) -> dict[str, Any]:
-    return {"kind": error.kind, "message": error.message, "hint": error.hint, "where": error.where}

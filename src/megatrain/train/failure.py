@@ -1,0 +1,33 @@
+"""Which exceptions are the machine's and not a bug of ours, and how an error looks in run.json."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import torch
+
+from megatrain.errors import DiskError, DoesNotFit, MegatrainError
+
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+
+def machine_error(error: Exception) -> MegatrainError | None:
+    """What the machine lacks, if that is what the error says."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return DoesNotFit(
+            f"the device ran out of memory: {str(error).splitlines()[0]}",
+            hint="lower memory.micro_batch, or set memory.vram below what is really free",
+        )
+    if isinstance(error, MemoryError):
+        return DoesNotFit("host memory is exhausted", hint="lower memory.micro_batch, or set memory.host")
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return DiskError(error.strerror or str(error), where=str(error.filename or "output.dir"))
+    return None
+
+
+def error_object(error: Exception) -> dict[str, Any]:
+    """The `error` of run.json."""
+    if isinstance(error, MegatrainError):
+        return {"kind": error.kind, "message": error.message, "hint": error.hint, "where": error.where}
+    return {"kind": "internal", "message": f"{type(error).__name__}: {error}", "hint": None, "where": None}

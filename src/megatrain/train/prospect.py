@@ -1,0 +1,128 @@
+"""Everything that is known, and can fail, before the first byte of weights: data, model structure, plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from megatrain.data import Loader, Prepared, load_tokenizer, prepare
+from megatrain.optim.lr import warmup_steps
+from megatrain.plan.accounting import MemoryPlan
+from megatrain.recipe import Recipe
+from megatrain.report.console import Console
+from megatrain.report.process import versions
+from megatrain.report.sinks import check_available
+from megatrain.train.build import Planned, max_positions, plan_run, read_config
+from megatrain.train.intervals import total_steps
+from megatrain.train.manifest import Identity
+from megatrain.train.resume import Start
+from megatrain.train.signals import StopFlag
+from megatrain.units import format_size
+
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """What a run will be."""
+
+    recipe: Recipe  # as the user wrote it
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared
+    planned: Planned
+    total_steps: int
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What its checkpoints will say of it."""
+        return Identity(
+            recipe=self.recipe.to_dict(),
+            plan=self.planned.plan.to_dict(),
+            precision=_PRECISIONS[self.planned.model.spec.precision],
+            config_hash=self.planned.model.sizes.config_hash,
+            data=self.prepared.fingerprint(),
+            total_steps=self.total_steps,
+            versions=versions(),
+        )
+
+
+def look_ahead(recipe: Recipe, *, start: Start, console: Console, stop: StopFlag) -> Prospect:
+    """Read the data, the model's structure and the machine's limits. Raises what is wrong with any of them."""
+    check_available(tensorboard=recipe.report.tensorboard, wandb=recipe.report.wandb is not None)
+    config = read_config(recipe)
+    console.phase("reading and tokenising the data")
+    tokenizer = load_tokenizer(recipe)
+    prepared = prepare(recipe, tokenizer=tokenizer, max_positions=max_positions(config), should_stop=stop.check)
+    for warning in prepared.report.warnings():
+        console.warn(warning)
+    steps = _count_steps(recipe, prepared=prepared)
+    stop.check()
+    console.phase("reading the model's structure and planning memory")
+    planned = _plan(recipe, config=config, start=start, console=console)
+    stop.check()
+    prospect = Prospect(recipe, tokenizer, prepared, planned, steps)
+    _describe(prospect, start=start, console=console)
+    return prospect
+
+
+def _count_steps(recipe: Recipe, *, prepared: Prepared) -> int:
+    """Raises RecipeError for a warm-up longer than the run."""
+    loader = Loader(
+        prepared.train,
+        batch_size=recipe.train.batch_size,
+        max_seq_len=recipe.data.max_seq_len,
+        packing=recipe.data.packing,
+        shuffle=recipe.data.shuffle,
+        seed=recipe.train.seed,
+    )
+    steps = total_steps(loader, epochs=recipe.train.epochs, steps=recipe.train.steps)
+    warmup_steps(recipe.optimizer.warmup, total=steps)
+    return steps
+
+
+def _plan(recipe: Recipe, *, config: PretrainedConfig, start: Start, console: Console) -> Planned:
+    """A resumed run keeps its precision, and its plan where that still holds: another cut rounds differently."""
+    if not start.candidates:
+        return plan_run(recipe, config=config)
+    identity = start.candidates[0].manifest.identity
+    same_memory = identity.recipe["memory"] == recipe.to_dict()["memory"]
+    if recipe.train.precision == "auto":
+        train = recipe.train.model_copy(update={"precision": identity.precision})
+        recipe = recipe.model_copy(update={"train": train})
+    planned = plan_run(recipe, config=config)
+    before, now = MemoryPlan.from_dict(identity.plan), planned.plan
+    if same_memory and _still_fits(before, now=now):
+        return dataclasses.replace(planned, plan=dataclasses.replace(before, threads=now.threads))
+    if (before.micro_batch, before.head_chunk) != (now.micro_batch, now.head_chunk):
+        console.note(
+            f"the memory plan is new: micro-batches of {now.micro_batch} rows (were {before.micro_batch}), logits of "
+            f"{now.head_chunk} tokens at once (were {before.head_chunk}); sums round differently than before"
+        )
+    return planned
+
+
+def _still_fits(plan: MemoryPlan, *, now: MemoryPlan) -> bool:
+    """Whether an earlier plan holds under the limits of a new one, on the same kind of device."""
+    on_device = now.device_limit is None or plan.device_total <= now.device_limit.bytes
+    return plan.on_cpu == now.on_cpu and on_device and plan.host_total <= now.host_limit.bytes
+
+
+def _describe(prospect: Prospect, *, start: Start, console: Console) -> None:
+    plan, train, steps = prospect.planned.plan, prospect.prepared.train, prospect.total_steps
+    console.note(
+        f"{len(train):,} documents, {train.token_count:,} tokens ({train.supervised_count:,} supervised), "
+        f"{steps} steps of {prospect.recipe.train.batch_size} sequences"
+    )
+    console.note(
+        f"{prospect.planned.device_name}: micro-batches of {plan.micro_batch}, {plan.slots} weight slots, "
+        f"activations on the {plan.activations}, {plan.threads} optimizer threads, "
+        f"{format_size(plan.host_total)} of host memory"
+        + (f", {format_size(plan.device_total)} of VRAM" if not plan.on_cpu else "")
+    )
+    if start.candidates and start.candidates[0].manifest.identity.total_steps != steps:
+        before = start.candidates[0].manifest.identity.total_steps
+        console.note(f"the run now has {steps} steps (was {before}); the learning rate follows the new total")
