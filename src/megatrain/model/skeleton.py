@@ -67,11 +67,20 @@ def load_config(path: str, *, revision: str, overrides: Mapping[str, Any], trust
         ) from error
     config = cast(PretrainedConfig, config)
     for key, value in overrides.items():
-        if key not in config.to_dict() and key not in config.attribute_map:
-            raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}")
-        setattr(config, key, value)
+        _override(config, key, value)
     refuse_by_type(config, trust_remote_code=trust_remote_code)
     return config
+
+
+def _override(config: Any, key: str, value: Any) -> None:
+    """Set one key. The names that checkpoints use for rotary embeddings are one dictionary in transformers 5."""
+    known = config.to_dict()
+    if key in ("rope_scaling", "rope_theta") and isinstance(known.get("rope_parameters"), dict):
+        fields = {"rope_theta": value} if key == "rope_theta" else {"rope_type": "default"} | (value or {})
+        key, value = "rope_parameters", known["rope_parameters"] | fields
+    if key not in known and key not in config.attribute_map:
+        raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}")
+    setattr(config, key, value)
 
 
 def refuse_by_type(config: PretrainedConfig, *, trust_remote_code: bool) -> None:

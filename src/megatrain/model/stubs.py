@@ -51,7 +51,7 @@ class LayerCall:
     def hidden(self) -> Tensor:
         value = self.args[self.where] if isinstance(self.where, int) else self.kwargs[self.where]
         if not isinstance(value, Tensor):
-            raise NotLayerwise(f"the hidden states of a layer are a {type(value).__name__}")
+            raise TypeError(f"the hidden states of a layer are a {type(value).__name__}")  # the wrong return form
         return value
 
     def others(self) -> dict[int | str, Any]:
