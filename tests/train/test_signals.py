@@ -40,6 +40,12 @@ with SignalGuard() as guard:
                 time.sleep(0.3)  # the running step ends
                 print("saved", flush=True)
             guard.stop.check()
+        elif mode == "swallowed":
+            print("ready", flush=True)
+            try:
+                time.sleep(60)
+            except BaseException:
+                time.sleep(60)
         elif mode == "deaf":
             with guard.stop.held():
                 print("ready", flush=True)
@@ -96,6 +102,14 @@ def test_the_second_signal_ends_it_even_in_native_code() -> None:
 
 def test_native_code_with_nothing_to_save_is_ended_after_its_grace() -> None:
     process = start("stuck")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 143
+    assert "interrupted" in err
+
+
+def test_an_interrupt_that_a_library_swallows_ends_the_process_all_the_same() -> None:
+    process = start("swallowed")
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=10)
     assert process.returncode == 143

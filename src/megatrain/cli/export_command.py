@@ -34,6 +34,7 @@ def run(checkpoint: Path, *, out: Path, dtype: str, json: bool) -> int:
             finally:
                 console.close()
         except Interrupted as interrupt:
+            signals.stop.handled()
             print(f"interrupted by {interrupt}; {out} is as it was", file=sys.stderr)
             if json:
                 emit({"status": "interrupted", "exit_code": interrupt.exit_code})

@@ -53,6 +53,7 @@ def run(
             emit(report.to_json()) if json else print(_report_text(report))
             return report.exit_code
         except Interrupted as interrupt:
+            signals.stop.handled()
             if console is not None:
                 console.close()
             print(f"interrupted by {interrupt}", file=sys.stderr)

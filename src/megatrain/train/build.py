@@ -21,6 +21,7 @@ from megatrain.host.arena import footprint
 from megatrain.host.initial import init_random
 from megatrain.host.store import HostStore
 from megatrain.host.weights import fetch, load_pretrained
+from megatrain.model.attention import VARLEN
 from megatrain.model.batch import MicroBatch
 from megatrain.model.skeleton import ModelSpec, load_config
 from megatrain.model.streamed import StreamedModel
@@ -88,7 +89,7 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
     model = StreamedModel.build(
         ModelSpec(
             config=config,
-            attention=recipe.model.attention,
+            attention=VARLEN if on_cuda and recipe.model.attention == "auto" else recipe.model.attention,
             precision=_precision(recipe, on_cuda=on_cuda),
             training=True,
             compile=on_cuda and recipe.memory.compile == "auto",
@@ -113,6 +114,7 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
             context_bytes=device.context_bytes if isinstance(device, CudaDevice) else CONTEXT_BYTES,
         ),
         stem_shared=anatomy.stem_in_tail or anatomy.stem_in_layers,
+        dense_masks=model.attention != VARLEN,
         kept=resumed,
     )
     return Planned(recipe, device, on_cuda, name, config, model, chosen)

@@ -205,6 +205,7 @@ class Session:
         try:
             yield
         except Interrupted as interrupt:
+            self._stop.handled()
             self._leave("interrupted", interrupt.exit_code)
             raise
         except Exception as error:

@@ -25,8 +25,9 @@ if TYPE_CHECKING:  # the guard stands before torch is imported
 
 STEP_GRACE_S = 10.0
 """A step that runs this long after the interrupt is given up between two layers; its data is not used up."""
-RAISE_GRACE_S = 12.0
-"""Where the interrupt should have raised by now (nothing is to be saved), the process is ended."""
+RAISE_GRACE_S = 7.0
+"""Where nothing is to be saved, an interrupt has so long to raise, and so long again to get to its handler: a
+library may swallow it. After that the process is ended."""
 
 
 class Interrupted(BaseException):
@@ -47,9 +48,9 @@ class StopFlag:
     def __init__(self) -> None:
         self.signum: int | None = None
         self._since_s = 0.0  # of the request
-        self._released_s = 0.0  # of the last end of `held`
+        self._progress_s = 0.0  # of the last end of `held`, or raise
         self._held = 0
-        self.unwinding = False  # Interrupted was raised and somebody is dealing with it
+        self._handled = False
 
     @property
     def requested(self) -> bool:
@@ -58,12 +59,12 @@ class StopFlag:
     @property
     def raises(self) -> bool:
         """An interrupt now raises instead of waiting to be asked."""
-        return self._held == 0 and not self.unwinding
+        return self._held == 0 and not self._handled
 
     @property
     def stuck(self) -> bool:
-        """It should have raised long ago, but the main thread does not get to it."""
-        since_s = max(self._since_s, self._released_s)
+        """It should have raised and been handled long ago, but the main thread does not get to it."""
+        since_s = max(self._since_s, self._progress_s)
         return self.requested and self.raises and time.monotonic() - since_s > RAISE_GRACE_S
 
     def request(self, signum: int) -> None:
@@ -73,8 +74,12 @@ class StopFlag:
     def check(self) -> None:
         """Raise Interrupted if it was asked for. For loops in which nothing is lost."""
         if self.signum is not None:
-            self.unwinding = True
+            self._progress_s = time.monotonic()
             raise Interrupted(self.signum)
+
+    def handled(self) -> None:
+        """Interrupted has arrived where the run is brought to its end; nothing raises or is hurried from here on."""
+        self._handled = True
 
     def check_overdue(self) -> None:
         """Raise Interrupted if it was asked for so long ago that the running step shall not be finished."""
@@ -88,7 +93,7 @@ class StopFlag:
         try:
             yield
         finally:
-            self._released_s = time.monotonic()
+            self._progress_s = time.monotonic()
             self._held -= 1
 
 
