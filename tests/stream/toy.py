@@ -97,7 +97,10 @@ class ToyModel:
         self.stem = {n: t.detach().requires_grad_() for n, t in stem.items()}
         self.tail = dict(tail)
 
-    def begin(self, batch: MicroBatch, *, grad: bool) -> ToyPass:
+    def documents(self, batch: MicroBatch) -> None:
+        return None
+
+    def begin(self, batch: MicroBatch, *, grad: bool, documents: None) -> ToyPass:
         return ToyPass(self, batch, grad=grad)
 
     def aux_loss(self, passes: Sequence[ToyPass], *, grad: bool) -> Tensor | None:

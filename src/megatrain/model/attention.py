@@ -19,12 +19,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
 from megatrain.model.batch import MicroBatch
 from megatrain.model.stubs import LayerCall
 
 VARLEN = "megatrain_varlen"
+_MUST_ALLOW_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Before PyTorch 2.12 grouped heads needed no permission."""
 Window = tuple[int, int]  # how many tokens to the left and right a token sees; -1: all of its document
 CAUSAL: Window = (-1, 0)
 TRIAL_WINDOW = 5
@@ -37,10 +40,12 @@ class Documents:
 
     `starts`: int32, n + 1 rising offsets, the last repeated up to a power of two so that shapes seldom change.
     `longest`: no document has more tokens (rounded up to a power of two, at most S).
+    `whole_rows`: every row is one document, padding behind it; then plain causal attention is the same and faster.
     """
 
     starts: Tensor
     longest: int
+    whole_rows: bool
 
     @classmethod
     def of(cls, batch: MicroBatch) -> Documents:
@@ -60,10 +65,10 @@ class Documents:
         count = _power_of_two(offsets.numel() + 1)
         starts = torch.full((count,), total, dtype=torch.int32)
         starts[: offsets.numel()] = offsets.to(torch.int32)
-        return cls(starts, min(_power_of_two(longest), length))
+        return cls(starts, min(_power_of_two(longest), length), not batch.packed)
 
     def to(self, device: torch.device) -> Documents:
-        return Documents(self.starts.to(device, non_blocking=True), self.longest)
+        return Documents(self.starts.to(device, non_blocking=True), self.longest, self.whole_rows)
 
 
 def _power_of_two(n: int) -> int:
@@ -113,7 +118,7 @@ def varlen_attention(
         plain = attention_mask is None and dropout == 0.0 and all(kwargs.get(k) is None for k in odd)
         _CURRENT.seen.append((module, (size, key.shape[-1], value.shape[-1]), plain))
     documents = _CURRENT.documents
-    if documents is None:
+    if documents is None or (documents.whole_rows and getattr(module, _WINDOW_ATTRIBUTE) == CAUSAL):
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
         )
@@ -129,9 +134,7 @@ def varlen_attention(
 
 
 def _flash(*args: Any, enable_gqa: bool, **kwargs: Any) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # not on CPU-only paths: it needs CUDA's flash attention
-
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # before 2.12 grouped heads needed no permission
+    if _MUST_ALLOW_GROUPS:
         kwargs["enable_gqa"] = enable_gqa
     out = varlen_attn(*args, **kwargs)
     assert isinstance(out, Tensor)  # a tuple only when asked for more

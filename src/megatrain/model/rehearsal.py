@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from megatrain.model.anatomy_of import LayerParts, hollow
 from megatrain.model.graphs import reached
 from megatrain.model.stubs import LayerCall
+from megatrain.model.unread import Labels
 
 SHORT, LONG = 32, 96  # lengths at which layers are rehearsed; the difference is what grows with the tokens
 
@@ -31,6 +32,7 @@ class Rehearsal:
     """What one layer showed. `saved_bytes`: kept for its backward at the length of the call, weights excluded."""
 
     unused: frozenset[str]
+    unread: frozenset[str]  # weights whose product nobody reads when the layer is recomputed
     saved_bytes: int
     bias_has_gradient: bool
 
@@ -69,9 +71,10 @@ def _apply(function: Any, *args: Any) -> Any:
 class _Watch(TorchFunctionMode):
     """Puts the stand-ins in their places and notes an attention bias with a gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: Labels) -> None:
         super().__init__()
         self.bias_has_gradient = False
+        self._labels = labels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -83,7 +86,9 @@ class _Watch(TorchFunctionMode):
         if func is F.linear:
             bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
             out = _apply(_Product, args[0], args[1], args[1].shape[0])
-            return out if bias is None else out + bias
+            out = out if bias is None else out + bias
+            self._labels.made(out, weight=args[1])
+            return out
         if func is torch._grouped_mm:
             return _apply(_Product, args[0], args[1], args[1].shape[-1])
         return func(*args, **kwargs)
@@ -111,23 +116,31 @@ class Rehearsals:
         known = {t.untyped_storage()._cdata for t in (*weights.values(), hidden)}
         counted: dict[int, Any] = {}  # storages, held so that their addresses stay theirs
 
+        labels = Labels()
+
         def note(tensor: Tensor) -> Tensor:
+            labels.kept(tensor)
             storage = tensor.untyped_storage()
             if storage._cdata not in known and tensor.grad_fn is not None:
                 counted.setdefault(storage._cdata, storage)
             return tensor
 
-        watch = _Watch()
+        watch = _Watch(labels)
         parts.sites.put(weights)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(note, _same), watch:
+            with torch.enable_grad(), saved_tensors_hooks(note, _same), watch, labels:
                 out = layer(*args, **kwargs)
         finally:
             parts.sites.clear()
         outputs = [out[0] if isinstance(out, tuple) else out, *self._written(before)]
         trainable = {n: t for n, t in weights.items() if t.requires_grad}
         saved = sum(int(s.nbytes()) for s in counted.values())
-        return Rehearsal(frozenset(trainable) - reached(outputs, leaves=trainable), saved, watch.bias_has_gradient)
+        return Rehearsal(
+            unused=frozenset(trainable) - reached(outputs, leaves=trainable),
+            unread=labels.unread(trainable),
+            saved_bytes=saved,
+            bias_has_gradient=watch.bias_has_gradient,
+        )
 
     def _written(self, before: dict[str, dict[Any, Any]]) -> list[Tensor]:
         """Tensors that the layer put into the shared state."""

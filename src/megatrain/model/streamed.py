@@ -39,6 +39,7 @@ from megatrain.model.skeleton import LayerList, ModelSpec, build_skeleton, find_
 from megatrain.model.stubs import LayerCall, Recorder, Stub
 from megatrain.model.tail import Head
 from megatrain.model.trial import Trial, run_trial
+from megatrain.model.unread import skip_unread
 
 
 class Rng(Protocol):
@@ -126,6 +127,8 @@ class StreamedModel:
         stubs = [Stub(recorder, index=i, layer=layer) for i, layer in enumerate(found.layers)]
         setattr(found.owner, found.attribute, nn.ModuleList(stubs))
         trial = run_trial(model, found=found, parts=parts, recorder=recorder)
+        for layer, unread in zip(found.layers, trial.unread_in_layers, strict=True):
+            skip_unread(layer, unread)
         anatomy = build_anatomy(
             parts,
             found=found,

@@ -43,6 +43,7 @@ class Trial:
     stochastic: bool  # dropout or router jitter somewhere
     forward_needs_grad: tuple[bool, ...]  # per layer, see rehearsal.py
     unused_in_layers: tuple[frozenset[str], ...]
+    unread_in_layers: tuple[frozenset[str], ...]  # see unread.py; empty where the first forward runs with a graph
     hidden_shape: tuple[int, ...]  # of one row of one token: [1, 1, D], or [A, 1, 1, D]
     saved_bytes_per_token: int
 
@@ -101,6 +102,7 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder)
         stochastic=_stochastic(model, found),
         forward_needs_grad=tuple(r.bias_has_gradient for r in short),
         unused_in_layers=tuple(r.unused for r in short),
+        unread_in_layers=tuple(frozenset() if r.bias_has_gradient else r.unread for r in short),
         hidden_shape=tuple(hidden_shape),
         saved_bytes_per_token=max(
             -(-(b.saved_bytes - a.saved_bytes) // (LONG - SHORT)) for a, b in zip(short, long, strict=True)

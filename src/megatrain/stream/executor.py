@@ -235,7 +235,9 @@ class StreamingExecutor:
     def _embed(self, step: _Step, m: int, *, training: bool) -> None:
         self._acquire(step, 0)
         self._device.touch(f"embed({m})", on=StreamName.COMPUTE, reads=("stem",), writes=(f"hidden{(1, m)}",))
-        one = self._model.begin(self._upload(step.batches[m]), grad=training)
+        batch = step.batches[m]
+        documents = self._model.documents(batch)
+        one = self._model.begin(self._upload(batch), grad=training, documents=documents)
         step.passes.append(one)
         step.hidden.append(one.hidden.contiguous())
         self._activations.computed((1, m))
