@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.data import Loader, Prepared, load_tokenizer, prepare
+from megatrain.errors import DoesNotFit
 from megatrain.optim.lr import warmup_steps
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.recipe import Recipe
@@ -85,30 +85,25 @@ def _count_steps(recipe: Recipe, *, prepared: Prepared) -> int:
 
 
 def _plan(recipe: Recipe, *, config: PretrainedConfig, start: Start, console: Console) -> Planned:
-    """A resumed run keeps its precision, and its plan where that still holds: another cut rounds differently."""
+    """A resumed run keeps its precision, and what of its plan decides rounding, as far as this machine has room."""
     if not start.candidates:
         return plan_run(recipe, config=config)
     identity = start.candidates[0].manifest.identity
-    same_memory = identity.recipe["memory"] == recipe.to_dict()["memory"]
     if recipe.train.precision == "auto":
         train = recipe.train.model_copy(update={"precision": identity.precision})
         recipe = recipe.model_copy(update={"train": train})
-    planned = plan_run(recipe, config=config)
-    before, now = MemoryPlan.from_dict(identity.plan), planned.plan
-    if same_memory and _still_fits(before, now=now):
-        return dataclasses.replace(planned, plan=dataclasses.replace(before, threads=now.threads))
+    before = MemoryPlan.from_dict(identity.plan)
+    try:
+        planned = plan_run(recipe, config=config, resumed=before)
+    except DoesNotFit:
+        planned = plan_run(recipe, config=config)
+    now = planned.plan
     if (before.micro_batch, before.head_chunk) != (now.micro_batch, now.head_chunk):
         console.note(
             f"the memory plan is new: micro-batches of {now.micro_batch} rows (were {before.micro_batch}), logits of "
             f"{now.head_chunk} tokens at once (were {before.head_chunk}); sums round differently than before"
         )
     return planned
-
-
-def _still_fits(plan: MemoryPlan, *, now: MemoryPlan) -> bool:
-    """Whether an earlier plan holds under the limits of a new one, on the same kind of device."""
-    on_device = now.device_limit is None or plan.device_total <= now.device_limit.bytes
-    return plan.on_cpu == now.on_cpu and on_device and plan.host_total <= now.host_limit.bytes
 
 
 def _describe(prospect: Prospect, *, start: Start, console: Console) -> None:
