@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Labels(TorchDispatchMode):
+class Labels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Which products each tensor's values depend on. A product is named by its weight."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._of: dict[int, frozenset[int]] = {}  # storage -> ids of weights
         self._held: list[Any] = []  # storages, held so that their addresses stay theirs
         self._made: dict[int, int] = {}  # id of weight -> times it was multiplied
@@ -90,7 +90,7 @@ def skip_unread(layer: nn.Module, names: Iterable[str]) -> None:
         path, _, attribute = name.rpartition(".")
         module = layer.get_submodule(path)
         if attribute == "weight" and type(module) is nn.Linear and type(module).forward is nn.Linear.forward:
-            module.forward = _Skipping(module)  # type: ignore[method-assign]
+            module.forward = _Skipping(module)  # type: ignore[method-assign, assignment]
 
 
 class _Skipping:
