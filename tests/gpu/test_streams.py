@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 
 from megatrain.host.arena import footprint
 from megatrain.host.store import HostStore
+from megatrain.model.attention import VARLEN
 from megatrain.model.batch import IGNORE, MicroBatch
 from megatrain.model.skeleton import ModelSpec
 from megatrain.model.streamed import StreamedModel
@@ -166,7 +167,7 @@ def test_a_lagging_stream_changes_no_bit(
 def test_a_step_neither_synchronises_nor_allocates(store: HostStore) -> None:
     """Sync-debug mode raises on any hidden synchronisation; the pool must not grow after the second step."""
     device = _open(CudaDevice)
-    model = StreamedModel.build(ModelSpec(CONFIG, "sdpa", torch.bfloat16, True, False), rng=device.rng)
+    model = StreamedModel.build(ModelSpec(CONFIG, VARLEN, torch.bfloat16, True, False), rng=device.rng)
 
     class Done:
         def updated(self, unit: int) -> bool:

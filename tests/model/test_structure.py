@@ -107,7 +107,7 @@ def test_varlen_falls_back_where_masks_are_something_else() -> None:
 def test_chunked_bf16_head_agrees_with_one_chunk() -> None:
     torch.manual_seed(0)
     weight = torch.randn(32, 16).bfloat16().requires_grad_(True)
-    head = Head(lambda h: h @ weight.T, ("tail:w",), (weight,))
+    head = Head(lambda h: h @ weight.T, False, ("tail:w",), (weight,))
     hidden = torch.randn(2, 9, 16).bfloat16()
     labels = torch.randint(0, 32, (2, 9))
     labels[0, :6] = IGNORE

@@ -93,7 +93,7 @@ class StreamedModel:
         self.layer_plans: tuple[LayerPlan, ...] = ()
         self.stem_names: tuple[str, ...] = ()
         self.stem_parameters: tuple[Tensor, ...] = ()
-        self.head = Head(self._logits, (), ())
+        self.head = Head(self._logits, spec.compile, (), ())
 
     @classmethod
     def build(cls, spec: ModelSpec, *, rng: Rng) -> StreamedModel:
@@ -218,7 +218,12 @@ class StreamedModel:
         owners = {e.name: "stem" for e in self.anatomy.stem.layout.params}
         owners |= {e.name: "tail" for e in self.anatomy.tail.layout.params}
         in_tail = [n for n in owners if n in self._trial.tail]
-        self.head = Head(self._logits, tuple(f"{owners[n]}:{n}" for n in in_tail), tuple(bound[n] for n in in_tail))
+        self.head = Head(
+            self._logits,
+            self.spec.compile,
+            tuple(f"{owners[n]}:{n}" for n in in_tail),
+            tuple(bound[n] for n in in_tail),
+        )
         compiled = self._compiled()
         self.layer_plans = tuple(
             LayerPlan(

@@ -30,6 +30,7 @@ class Head:
     """The head as a function, and its parameters with the names under which gradients are reported."""
 
     logits: Callable[[Tensor], Tensor]  # [..., b, s, D] -> [b, s, V]
+    compile: bool  # fuse the loss of bf16 logits
     names: tuple[str, ...]  # "stem:..." or "tail:..."
     parameters: tuple[Tensor, ...]
 
@@ -98,7 +99,9 @@ def _chunk(
     with torch.set_grad_enabled(grad):
         leaf = part.detach().requires_grad_(grad)
         logits = head.logits(leaf)
-    loss, slope = _loss_and_slope(logits.detach(), targets=targets, denominator=denominator, grad=grad)
+    loss, slope = _loss_and_slope(
+        logits.detach(), targets=targets, denominator=denominator, grad=grad, compiled=head.compile
+    )
     if slope is None:
         return loss, None
     return loss, _gradients([logits], [slope], leaf=leaf, head=head, accumulate=accumulate)
@@ -110,6 +113,7 @@ def _loss_and_slope(
     targets: Tensor,  # [c]
     denominator: int,
     grad: bool,
+    compiled: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of cross-entropies / denominator in fp64, and its gradient at the logits.
 
@@ -124,14 +128,36 @@ def _loss_and_slope(
             total = each.sum() / denominator
         loss = each.detach().double().sum() / denominator
         return loss, torch.autograd.grad(total, leaf)[0] if grad else None
-    rows = torch.log_softmax(logits.reshape(-1, logits.shape[-1]), -1, dtype=torch.float32)
-    loss = F.nll_loss(rows, targets, ignore_index=IGNORE, reduction="none").double().sum() / denominator
+    rows = logits.reshape(-1, logits.shape[-1])
+    share = (targets != IGNORE).to(torch.float32).unsqueeze(-1) * (1.0 / denominator)  # [c, 1]
+    if compiled and grad:
+        each, slope = _fused(rows, targets.clamp_min(0).unsqueeze(-1), share)
+        return each.double().sum(), slope.view(logits.shape)
+    softmax = torch.log_softmax(rows, -1, dtype=torch.float32)
+    loss = F.nll_loss(softmax, targets, ignore_index=IGNORE, reduction="none").double().sum() / denominator
     if not grad:
         return loss, None
-    share = (targets != IGNORE).to(torch.float32).unsqueeze(-1) * (1.0 / denominator)  # [c, 1]
-    rows.exp_().mul_(share)
-    rows.scatter_add_(-1, targets.clamp_min(0).unsqueeze(-1), -share)
-    return loss, rows.view(logits.shape).to(logits.dtype)
+    softmax.exp_().mul_(share)
+    softmax.scatter_add_(-1, targets.clamp_min(0).unsqueeze(-1), -share)
+    return loss, softmax.view(logits.shape).to(logits.dtype)
+
+
+def fused_loss_and_slope(rows: Tensor, targets: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropies times their share, fp32 [c, 1], and their slope at the logits, [c, V], in two reads of them.
+
+    rows: bf16 logits [c, V]. targets: int64 [c, 1]. share: fp32 [c, 1], zero where there is no label.
+    """
+    wide = rows.float()
+    most = wide.amax(-1, keepdim=True)
+    total = (wide - most).exp().sum(-1, keepdim=True)
+    norm = most + total.log()
+    each = (norm - rows.gather(-1, targets).float()) * share
+    place = torch.arange(rows.shape[-1], device=rows.device)
+    slope = ((wide - norm).exp() - (place == targets).float()) * share
+    return each, slope.to(rows.dtype)
+
+
+_fused = torch.compile(fused_loss_and_slope, dynamic=True)
 
 
 def _gradients(

@@ -79,6 +79,7 @@ class _Step:
         self.aux: Tensor | None = None
         self.norms: dict[int, Tensor] = {}
         self.home: dict[int, UnitGradient] = {}
+        self.numbers_home: Event | None = None
         self.stalls: list[tuple[Event, Event, float]] = []  # around an acquire; host seconds spent on the optimizer
 
 
@@ -157,9 +158,9 @@ class StreamingExecutor:
         if self._model.anatomy.stem_in_tail or self._model.anatomy.stem_in_layers:
             self._sums[0].open()
         self._run(self._plan(len(batches), True), step)
-        ready = self._send_numbers(step)
+        assert step.numbers_home is not None
         order = sorted(step.home)
-        return StepOutput(tuple(step.home[u] for u in order), partial(self._read_numbers, step, ready))
+        return StepOutput(tuple(step.home[u] for u in order), partial(self._read_numbers, step, step.numbers_home))
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """(summed cross-entropy, supervised tokens) of any number of micro-batches, without dropout."""
@@ -305,6 +306,8 @@ class StreamingExecutor:
     def _offload(self, step: _Step, unit: int) -> None:
         total = self._sums[unit]
         step.norms[unit] = total.norms()
+        if unit == 0:  # the last one: before its slab, so that loss and norm do not queue behind it on the link
+            step.numbers_home = self._send_numbers(step)
         complete = self._gradients.offload(total)
         wait = partial(self._device.host_wait, complete, keeps="no update before the gradient is home")
         step.home[unit] = UnitGradient(unit, wait, total.touched)
@@ -320,7 +323,7 @@ class StreamingExecutor:
         aux = torch.zeros_like(norm) if step.aux is None else step.aux.to(norm.dtype)
         numbers = torch.stack([loss.to(norm.dtype), norm, aux])
         home = self._device.event("numbers.home")
-        # On the compute stream, so that they do not queue behind the last gradients on their way home.
+        # On the compute stream, so that they wait for nothing that the send stream waits for.
         self._device.copy(self._numbers, source=numbers, on=StreamName.COMPUTE, reads="sums", writes="numbers on host")
         self._device.record(home, on=StreamName.COMPUTE)
         step.passes.clear()
