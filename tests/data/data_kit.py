@@ -132,7 +132,9 @@ def recipe(train: object, *, sections: dict[str, object] | None = None, **data: 
 def prepared(
     train: object, *, tokenizer: PreTrainedTokenizerFast | None = None, max_positions: int | None = None, **data: object
 ) -> Prepared:
-    return prepare(recipe(train, **data), tokenizer=tokenizer or byte_tokenizer(), max_positions=max_positions)
+    return prepare(
+        recipe(train, **data), tokenizer=tokenizer or byte_tokenizer(), max_positions=max_positions, vocab_size=None
+    )
 
 
 def write_jsonl(path: Path, rows: Sequence[object]) -> str:

@@ -23,7 +23,7 @@ def plain(*rows: str) -> list[dict[str, object]]:
 def test_the_quickstart_data_with_its_real_tokenizer() -> None:
     wanted = recipe("megatrain:devil.jsonl", eval_fraction=0.1)
     tokenizer = load_tokenizer(wanted)
-    data = prepare(wanted, tokenizer=tokenizer, max_positions=256)
+    data = prepare(wanted, tokenizer=tokenizer, max_positions=256, vocab_size=None)
     assert data.eval is not None
     assert (len(data.train), len(data.eval)) == (868, 96)
     account = data.report.sources[0]
@@ -90,7 +90,7 @@ class TestTexts:
         )
         path = write_jsonl(tmp_path / "r.jsonl", plain("abcdefgh"))
         wanted = recipe(path, sections={"tokenizer": {"path": str(tmp_path / "tok")}})
-        data = prepare(wanted, tokenizer=load_tokenizer(wanted), max_positions=None)
+        data = prepare(wanted, tokenizer=load_tokenizer(wanted), max_positions=None, vocab_size=None)
         assert texts(data.train) == ["abcdefgh</s>"]
 
 
@@ -200,7 +200,7 @@ class TestLongRows:
         assert prepared(path, max_positions=256).train.token_count == 4
         scaled = {"model": {"path": "m", "config": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}}
         wanted = recipe(path, sections=scaled)
-        assert prepare(wanted, tokenizer=byte_tokenizer(), max_positions=128).train.token_count == 4
+        assert prepare(wanted, tokenizer=byte_tokenizer(), max_positions=128, vocab_size=None).train.token_count == 4
 
 
 class TestSources:
@@ -241,7 +241,7 @@ class TestSources:
         for given in (template, str(tmp_path / "t.jinja")):
             section = {"tokenizer": {"path": str(tmp_path / "tok"), "chat_template": given}}
             wanted = recipe(path, sections=section, system="be kind")
-            data = prepare(wanted, tokenizer=load_tokenizer(wanted), max_positions=None)
+            data = prepare(wanted, tokenizer=load_tokenizer(wanted), max_positions=None, vocab_size=None)
             assert texts(data.train) == [
                 "[system]be kind</s>[user]q</s>[assistant]a</s>",
                 "[system]own</s>[user]r</s>[assistant]b</s>",
@@ -284,7 +284,7 @@ class TestHeldOut:
         again = prepared(path, eval_fraction=0.1, max_seq_len=16)
         assert again.fingerprint() == first.fingerprint()
         seeded = recipe(path, sections={"train": {"seed": 1}}, eval_fraction=0.1, max_seq_len=16)
-        other = prepare(seeded, tokenizer=byte_tokenizer(), max_positions=None)
+        other = prepare(seeded, tokenizer=byte_tokenizer(), max_positions=None, vocab_size=None)
         assert other.eval is not None
         assert {s.row for s in other.eval} != held
 
@@ -321,7 +321,7 @@ def test_preparing_can_be_interrupted(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare(recipe(path), tokenizer=byte_tokenizer(), max_positions=None, should_stop=stop)
+        prepare(recipe(path), tokenizer=byte_tokenizer(), max_positions=None, vocab_size=None, should_stop=stop)
 
 
 def test_the_fingerprint_knows_every_change(tmp_path: Path) -> None:

@@ -44,14 +44,14 @@ def prepare(
     *,
     tokenizer: PreTrainedTokenizerBase,
     max_positions: int | None,
-    vocab_size: int | None = None,
+    vocab_size: int | None,
     should_stop: Callable[[], None] = lambda: None,
 ) -> Prepared:
     """Everything that a run will see, in memory.
 
     `max_positions` is the model's max_position_embeddings, None if it has no such limit; `vocab_size` the rows of
-    its embedding, None if they are not to be checked. `should_stop` is called for every batch of rows and raises to
-    end the work. Raises DataError.
+    its embedding, None if they are not known. `should_stop` is called for every batch of rows and raises to end the
+    work. Raises DataError.
     """
     data = recipe.data
     _check_length(recipe, max_positions=max_positions)
@@ -84,7 +84,7 @@ def _check_length(recipe: Recipe, *, max_positions: int | None) -> None:
 
 
 def _check_ids(samples: Samples, *, vocab_size: int | None) -> None:
-    largest = int(samples.tokens.max(initial=0))
+    largest = max(int(samples.tokens.max(initial=0)), samples.pad_id)
     if vocab_size is not None and largest >= vocab_size:
         hint = "tokenizer.path must name the model's own tokenizer"
         raise DataError(f"the tokenizer makes token {largest}, the model knows {vocab_size}", hint=hint)

@@ -56,7 +56,13 @@ def look_ahead(recipe: Recipe, *, start: Start, console: Console, stop: StopFlag
     config = read_config(recipe)
     console.phase("reading and tokenising the data")
     tokenizer = load_tokenizer(recipe)
-    prepared = prepare(recipe, tokenizer=tokenizer, max_positions=max_positions(config), should_stop=stop.check)
+    prepared = prepare(
+        recipe,
+        tokenizer=tokenizer,
+        max_positions=max_positions(config),
+        vocab_size=config.get_text_config().vocab_size,
+        should_stop=stop.check,
+    )
     for warning in prepared.report.warnings():
         console.warn(warning)
     steps = _count_steps(recipe, prepared=prepared)
