@@ -99,6 +99,16 @@ def test_a_finished_run_is_finished_until_its_length_changes(rundir: RunDir) -> 
     assert not decide(rundir, resume="auto", recipe=tiny_recipe(rundir.path)).finished
 
 
+def test_a_finished_run_goes_on_from_an_earlier_checkpoint_that_is_named(rundir: RunDir) -> None:
+    fill(rundir, 4, 8, status="done")
+    recipe = tiny_recipe(rundir.path)
+    assert decide(rundir, resume=str(rundir.path), recipe=recipe).finished
+    assert decide(rundir, resume=str(rundir.checkpoints / "step-000008"), recipe=recipe).finished
+    earlier = decide(rundir, resume=str(rundir.checkpoints / "step-000004"), recipe=recipe)
+    assert not earlier.finished
+    assert earlier.notes[0].endswith("after step 4")
+
+
 def test_a_path_may_be_a_run_or_a_checkpoint_here_or_elsewhere(tmp_path: Path, rundir: RunDir) -> None:
     fill(rundir, 4, 8)
     assert steps(rundir, str(rundir.path)) == [8, 4]

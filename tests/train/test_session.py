@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole import WORDS, curve, session, state, train, weights, whole_recipe, write_rows
 
 from megatrain.errors import DataError, DiskError, DoesNotFit, NonFinite, RecipeError, UsageError
-from megatrain.recipe import load_recipe
+from megatrain.recipe import load_recipe, resolve_asset
 from megatrain.report.events import SaveReport, StepReport
+from megatrain.stream.executor import StepNumbers
 from megatrain.train import prospect
 from megatrain.train.export import export_checkpoint
 from megatrain.train.signals import Interrupted, StopFlag
@@ -176,6 +177,17 @@ def test_a_checkpoint_can_go_on_in_another_folder(tmp_path: Path, rows: Path, in
     assert weights(tmp_path / "other") == weights(whole)
 
 
+def test_a_finished_run_taken_up_at_an_earlier_checkpoint_ends_in_the_same_bits(tmp_path: Path, rows: Path) -> None:
+    folder = tmp_path / "run"
+    recipe = whole_recipe(folder, rows=rows, train={"save_every": 2}, output={"dir": str(folder), "keep": 9})
+    report = train(recipe)
+    before = weights(folder), state(folder), curve(folder, "step", "loss")
+    (folder / "model" / "model.safetensors").unlink()
+    again = train(recipe, resume=str(folder / "checkpoints" / "step-000002"))
+    assert (again.status, again.steps) == ("done", report.steps)
+    assert (weights(folder), state(folder), curve(folder, "step", "loss")) == before
+
+
 def test_a_finished_run_says_so_and_changes_nothing(tmp_path: Path, rows: Path) -> None:
     recipe = whole_recipe(tmp_path / "run", rows=rows)
     report = train(recipe)
@@ -222,6 +234,25 @@ def test_a_run_that_explodes_stops_with_its_last_good_state(tmp_path: Path, rows
     assert (summary["status"], summary["exit_code"], summary["error"]["kind"]) == ("error", 4, "nonfinite")
     assert summary["checkpoint"].endswith(f"step-{summary['steps']:06}")
     assert all(math.isfinite(loss) for (loss,) in curve(tmp_path / "run", "loss"))
+
+
+def test_a_first_step_that_is_not_finite_leaves_nothing_to_save_and_says_so(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepNumbers, "finite", False)
+    with pytest.raises(NonFinite, match="nothing was trained yet"):
+        train(whole_recipe(tmp_path / "run", rows=rows))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused_before_the_first_step(tmp_path: Path, rows: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(resolve_asset("megatrain:kjv-tiny"), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    recipe = whole_recipe(tmp_path / "run", rows=rows, model={"path": str(model), "init": "random"})
+    with pytest.raises(DataError, match="the model knows 300"):
+        session(recipe).dry_run()
 
 
 def test_a_failing_overwrite_leaves_the_old_run(tmp_path: Path, rows: Path) -> None:
@@ -286,6 +317,7 @@ def test_a_failing_step_saves_what_was_reached(
     [
         (OSError(errno.ENOSPC, "No space left on device"), 3, "disk"),
         (MemoryError(), 3, "does_not_fit"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12 bytes"), 3, "does_not_fit"),
         (OSError(errno.ECHILD, "No child processes"), 1, "internal"),
     ],
 )

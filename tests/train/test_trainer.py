@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import signal
 import threading
@@ -11,10 +12,11 @@ import pytest
 import torch
 from fakes import FakeLoader, FakeNumbers, RecordingConsole, Stage, bits, stage, tiny_store
 
-from megatrain.errors import NonFinite
+from megatrain.errors import DoesNotFit, NonFinite
 from megatrain.optim.lr import learning_rate
 from megatrain.optim.worker import OptimizerFailed
 from megatrain.train.checkpoint import find_checkpoints
+from megatrain.train.failure import machine_error
 from megatrain.train.intervals import Interval, total_steps
 from megatrain.train.signals import Interrupted
 from megatrain.train.state import TrainState, step_seed
@@ -252,6 +254,33 @@ def test_the_next_step_does_not_wait_for_the_whole_update(tmp_path: Path) -> Non
     run.train()
     assert inside.is_set()
     assert run.trainer.state.step == 2
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), MemoryError(), OSError(errno.ENOSPC, "full")])
+def test_what_the_machine_lacks_ends_the_run_with_its_last_step_saved(tmp_path: Path, error: Exception) -> None:
+    run = stage(tmp_path, epochs=1)
+
+    def fail(call: int) -> None:
+        if call == 3:
+            raise error
+
+    run.executor.on_step = fail
+    with pytest.raises(type(error)):
+        run.train()
+    assert [c.state.step for c in find_checkpoints(tmp_path / "checkpoints").usable] == [2]
+
+
+def test_what_the_optimizers_thread_lacked_is_no_bug_of_ours(tmp_path: Path) -> None:
+    run = stage(tmp_path, epochs=1)
+
+    def fail(unit: int) -> None:
+        raise MemoryError
+
+    run.worker._before_unit = fail
+    with pytest.raises(OptimizerFailed) as caught:
+        run.train()
+    assert isinstance(machine_error(caught.value), DoesNotFit)
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_failing_optimizer_ends_the_run_with_its_cause_and_no_checkpoint(tmp_path: Path) -> None:

@@ -8,18 +8,22 @@ from typing import Any
 import torch
 
 from megatrain.errors import DiskError, DoesNotFit, MegatrainError
+from megatrain.optim.worker import OptimizerFailed
 
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # PyTorch has no class for it
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def machine_error(error: Exception) -> MegatrainError | None:
-    """What the machine lacks, if that is what the error says."""
+    """What the machine lacks, if that is what the error says, or what the optimizer's thread died of."""
+    if isinstance(error, OptimizerFailed) and isinstance(error.__cause__, Exception):
+        return machine_error(error.__cause__)
     if isinstance(error, torch.OutOfMemoryError):
         return DoesNotFit(
             f"the device ran out of memory: {str(error).splitlines()[0]}",
             hint="lower memory.micro_batch, or set memory.vram below what is really free",
         )
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)):
         return DoesNotFit("host memory is exhausted", hint="lower memory.micro_batch, or set memory.host")
     if isinstance(error, OSError) and error.errno in _DISK:
         return DiskError(error.strerror or str(error), where=str(error.filename or "output.dir"))

@@ -129,13 +129,19 @@ def _resume(rundir: RunDir, *, found: Found, recipe: Recipe, in_place: bool) -> 
         )
     same_length = (before.train.epochs, before.train.steps) == (recipe.train.epochs, recipe.train.steps)
     exported = rundir.model.exists() or not recipe.output.export
-    finished = in_place and same_length and exported and rundir.read_summary().get("status") == "done"
+    done = same_length and exported and rundir.read_summary().get("status") == "done"
+    finished = done and in_place and not _goes_back(newest, rundir=rundir)
     note = (
         f"the run in {rundir.path} is finished after {newest.state.step} steps; there is nothing to resume"
         if finished
         else f"resuming {newest.path} after step {newest.state.step}"
     )
     return Start(found.usable, False, in_place, finished, (note,), _skipped(found))
+
+
+def _goes_back(checkpoint: Checkpoint, *, rundir: RunDir) -> bool:
+    """Who names a checkpoint that is not the run's newest wants to go on from there, also when the run is finished."""
+    return checkpoint.state.step < find_checkpoints(rundir.checkpoints).usable[0].state.step
 
 
 def _skipped(found: Found) -> tuple[str, ...]:

@@ -56,9 +56,10 @@ class Trainer:
                 self._loop()
             except Interrupted:  # between two layers: the weights are still those of the last complete step
                 pass
-            except RuntimeError as error:  # of the device, or memory: the step that failed touched no weight
-                if not isinstance(error, OptimizerFailed):
-                    self._save()
+            except OptimizerFailed:  # weights half updated are not saved
+                raise
+            except (RuntimeError, MemoryError, OSError):  # device, memory, disk: the step that failed touched no weight
+                self._save()
                 raise
             begin_s = time.perf_counter()
             self._run.worker.drain()
@@ -138,8 +139,9 @@ class Trainer:
         reason = f"the {name} is {numbers.loss if name == 'loss' else numbers.grad_norm}"
         if self._train.nonfinite == "stop":
             self._save()
+            kept = f"the state after step {self.state.step} is saved" if self.state.step else "nothing was trained yet"
             raise NonFinite(
-                f"{reason}; no weight was touched, and the state after step {self.state.step} is saved",
+                f"{reason}; no weight was touched, and {kept}",
                 where=f"step {after.step} (step {self.state.index + 1} of epoch {self.state.epoch + 1})",
                 hint="lower optimizer.lr, look at this step's rows, or go on without such steps: train.nonfinite=skip",
             )
