@@ -36,6 +36,7 @@ from megatrain.stream.device import CpuDevice, Device
 from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name, open_cuda, vram_free_bytes
 from megatrain.stream.executor import Geometry, StreamingExecutor
 from megatrain.train.run import Run
+from megatrain.train.signals import PolledUpdates, StopFlag
 
 PAD_MULTIPLE_CUDA = 64
 """Padded rows come in few lengths, so that compiled layers and the allocator see few shapes."""
@@ -135,10 +136,12 @@ def build_rooms(
     fill: Callable[[HostStore], None],
     before_unit: Callable[[int], None] = lambda unit: None,
     after_unit: Callable[[int], None] = lambda unit: None,
+    stop: StopFlag | None = None,
 ) -> Rooms:
     """Take the memory that the plan counted, fill it, connect store, optimizer and executor.
 
-    before_unit, after_unit: called by the optimizer's thread around each update. Raises DoesNotFit.
+    before_unit, after_unit: called by the optimizer's thread around each update. stop: a step that is still running
+    long after it was raised is given up between two layers. Raises DoesNotFit.
     """
     recipe, chosen, model = planned.recipe, planned.plan, planned.model
     row_bytes = footprint(chosen.input_bytes, pinned=True)
@@ -168,7 +171,7 @@ def build_rooms(
             head_chunk=chosen.head_chunk,
             input_bytes=chosen.input_bytes,
         ),
-        updates=worker,
+        updates=worker if stop is None else PolledUpdates(worker, stop=stop),
     )
     return Rooms(store, worker, executor)
 
@@ -180,6 +183,7 @@ def build_run(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[int, int], None] | None = None,
     load_weights: bool = True,
+    stop: StopFlag | None = None,
 ) -> Run:
     """Allocate, load (or initialise) and connect. `load_weights` False: a checkpoint is read into it next.
 
@@ -191,7 +195,7 @@ def build_run(
         if load_weights:
             _fill(store, planned, progress=progress)
 
-    rooms = build_rooms(planned, fill=fill)
+    rooms = build_rooms(planned, fill=fill, stop=stop)
     pad_multiple = PAD_MULTIPLE_CUDA if planned.on_cuda else 1
     return Run(
         recipe=recipe,

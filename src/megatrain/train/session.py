@@ -143,6 +143,7 @@ class Session:
             tokenizer=prospect.tokenizer,
             progress=lambda done, total: self._console.progress("reading weights", done=done, total=total),
             load_weights=load_weights,
+            stop=self._stop,
         )
 
     def _take_folder(self, start: Start) -> None:
