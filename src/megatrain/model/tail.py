@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -131,7 +132,7 @@ def _loss_and_slope(
     rows = logits.reshape(-1, logits.shape[-1])
     share = (targets != IGNORE).to(torch.float32).unsqueeze(-1) * (1.0 / denominator)  # [c, 1]
     if compiled and grad:
-        each, slope = _fused(rows, targets.clamp_min(0).unsqueeze(-1), share)
+        each, slope = compiled_loss_and_slope()(rows, targets.clamp_min(0).unsqueeze(-1), share)
         return each.double().sum(), slope.view(logits.shape)
     softmax = torch.log_softmax(rows, -1, dtype=torch.float32)
     loss = F.nll_loss(softmax, targets, ignore_index=IGNORE, reduction="none").double().sum() / denominator
@@ -157,7 +158,13 @@ def fused_loss_and_slope(rows: Tensor, targets: Tensor, share: Tensor) -> tuple[
     return each, slope.to(rows.dtype)
 
 
-_fused = torch.compile(fused_loss_and_slope, dynamic=True)
+@cache
+def compiled_loss_and_slope() -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The same as one kernel. Made on first use: the compiler takes seconds to import."""
+    compiled: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = torch.compile(
+        fused_loss_and_slope, dynamic=True
+    )
+    return compiled
 
 
 def _gradients(
