@@ -19,15 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
 from megatrain.model.batch import MicroBatch
 from megatrain.model.stubs import LayerCall
 
 VARLEN = "megatrain_varlen"
-_MUST_ALLOW_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Before PyTorch 2.12 grouped heads needed no permission."""
 Window = tuple[int, int]  # how many tokens to the left and right a token sees; -1: all of its document
 CAUSAL: Window = (-1, 0)
 TRIAL_WINDOW = 5
@@ -80,6 +77,7 @@ class _Current:
 
     documents: Documents | None = None
     seen: list[tuple[nn.Module, tuple[int, ...], bool]] | None = None
+    must_allow_groups = False  # before PyTorch 2.12 grouped heads needed no permission
 
 
 _CURRENT = _Current()
@@ -134,7 +132,9 @@ def varlen_attention(
 
 
 def _flash(*args: Any, enable_gqa: bool, **kwargs: Any) -> Tensor:
-    if _MUST_ALLOW_GROUPS:
+    from torch.nn.attention.varlen import varlen_attn  # takes seconds to import, and only CUDA gets here
+
+    if _CURRENT.must_allow_groups:
         kwargs["enable_gqa"] = enable_gqa
     out = varlen_attn(*args, **kwargs)
     assert isinstance(out, Tensor)  # a tuple only when asked for more
@@ -221,6 +221,9 @@ def set_windows(
 
     training: attention dropout counts (the kernel has none).
     """
+    from torch.nn.attention.varlen import varlen_attn
+
+    _CURRENT.must_allow_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
     calls: dict[int, list[tuple[tuple[int, ...], bool]]] = {}
     for module, sizes, plain in seen:
         calls.setdefault(id(module), []).append((sizes, plain))
