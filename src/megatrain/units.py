@@ -117,10 +117,6 @@ class Duration:
             return cls(int(seconds) if seconds == int(seconds) else seconds, "seconds")
         raise ValueError(f"{_quoted(text)}: unknown unit `{match[2]}` (steps, epochs, s, min, h)")
 
-    def due(self, *, steps: int, epochs: int, seconds: float) -> bool:
-        """Whether it has passed, given what went by since the last time."""
-        return {"steps": steps, "epochs": epochs, "seconds": seconds}[self.unit] >= self.value
-
     def __str__(self) -> str:
         if self.unit != "seconds":
             return f"{self.value} {self.unit if self.value != 1 else self.unit[:-1]}"
@@ -138,11 +134,3 @@ def format_seconds(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def format_count(count: float) -> str:
-    """For people: ``999``, ``12.3k``, ``7.62B``."""
-    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= limit:
-            return f"{count / limit:.3g}{letter}"
-    return f"{count:g}"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.units import Duration, exact_size, format_count, format_seconds, format_size, parse_size
+from megatrain.units import Duration, exact_size, format_seconds, format_size, parse_size
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,5 @@ def test_a_duration_reads_back(number: int, unit: str) -> None:
     assert Duration.parse(str(duration)) == duration
 
 
-def test_due() -> None:
-    assert Duration(10, "steps").due(steps=10, epochs=0, seconds=0)
-    assert not Duration(10, "steps").due(steps=9, epochs=5, seconds=1e9)
-    assert Duration(1, "epochs").due(steps=3, epochs=1, seconds=0)
-    assert Duration(1800, "seconds").due(steps=0, epochs=0, seconds=1800.5)
-    assert not Duration(1800, "seconds").due(steps=9999, epochs=99, seconds=1799)
-
-
-def test_seconds_and_counts_for_people() -> None:
+def test_seconds_for_people() -> None:
     assert [format_seconds(s) for s in (4.24, 59.97, 185, 7800)] == ["4.2 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]
-    assert [format_count(n) for n in (999, 12_345, 7.62e9)] == ["999", "12.3k", "7.62B"]

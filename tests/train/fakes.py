@@ -56,7 +56,7 @@ def tiny_store(*, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> HostSto
     generator = torch.Generator().manual_seed(seed)
     for unit in store.units:
         for entry in unit.unit.layout.params:
-            store.set_master(unit, entry, torch.randn(entry.shape, generator=generator))
+            unit.set_master(entry, torch.randn(entry.shape, generator=generator))
     return store
 
 

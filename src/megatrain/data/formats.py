@@ -23,7 +23,6 @@ from megatrain.data.messages import Message, Tool, as_messages, text_of
 from megatrain.data.records import BadRow
 from megatrain.errors import DataError
 
-FORMATS = ("messages", "sharegpt", "alpaca", "prompt_completion", "text")
 _LISTS = ("messages", "conversations", "conversation")
 _COLUMNS = (*_LISTS, "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools")
 _RENAMED = frozenset({*_COLUMNS, "role", "content"}) - {"conversations", "conversation"}

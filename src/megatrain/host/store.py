@@ -136,14 +136,6 @@ class HostStore:
     def report(self) -> ArenaReport:
         return self.arena.report
 
-    def master(self, unit: HostUnit, entry: Entry) -> Tensor:
-        """Copy of a parameter at full precision: fp32, entry.shape."""
-        return unit.master(entry)
-
-    def set_master(self, unit: HostUnit, entry: Entry, value: Tensor) -> None:
-        """Write a parameter. value: fp32, entry.shape."""
-        unit.set_master(entry, value)
-
     def close(self) -> None:
         """Unlock the pages; no copy may be in flight."""
         self.arena.close()

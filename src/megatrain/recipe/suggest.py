@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -145,8 +145,3 @@ def _meant(key: str, *, path: Path) -> str | None:
 def hint_for_choice(value: object, *, choices: Iterable[str]) -> str | None:
     close = nearest(str(value).lower(), among=choices, cutoff=0.6)
     return f"did you mean `{close}`?" if close else None
-
-
-def choices_of(annotation: Any) -> tuple[str, ...]:
-    """The words of a Literal type, as pydantic keeps it."""
-    return tuple(str(choice) for choice in get_args(annotation))

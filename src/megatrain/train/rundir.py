@@ -19,7 +19,7 @@ from megatrain.errors import DiskError, UsageError
 
 
 class RunDir:
-    """The paths of a run folder, and what is written whole: recipe, summary, crash report."""
+    """The paths of a run folder, and what is written whole: recipe and summary."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,9 +58,6 @@ class RunDir:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         _write_whole(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-
-    def write_crash(self, text: str) -> None:
-        _write_whole(self.crash, text)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
