@@ -90,7 +90,7 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
     model = StreamedModel.build(
         ModelSpec(
             config=config,
-            attention=VARLEN if on_cuda and recipe.model.attention == "auto" else recipe.model.attention,
+            attention=_attention(recipe, on_cuda=on_cuda),
             precision=_precision(recipe, on_cuda=on_cuda),
             training=True,
             compile=on_cuda and recipe.memory.compile == "auto",
@@ -257,6 +257,13 @@ def _open_device(recipe: Recipe) -> tuple[Device, str, DeviceMemory | None]:
     free, taken = vram_free_bytes(cuda)
     name = device_name(cuda)
     return device, name, DeviceMemory(total_bytes=free + taken, free_bytes=free + device.context_bytes, name=name)
+
+
+def _attention(recipe: Recipe, *, on_cuda: bool) -> str:
+    """Ours where its kernels work: on CUDA, in bf16."""
+    wanted = recipe.model.attention
+    ours = wanted == "auto" and on_cuda and _precision(recipe, on_cuda=on_cuda) is torch.bfloat16
+    return VARLEN if ours else wanted
 
 
 def _precision(recipe: Recipe, *, on_cuda: bool) -> torch.dtype:
