@@ -47,6 +47,25 @@ def test_plain_lines_have_no_escape_codes_and_tell_it_all() -> None:
     assert "saved step-000002" in text
 
 
+def test_plain_progress_is_told_only_when_it_takes_long() -> None:
+    time_s = 0.0
+    stream = io.StringIO()
+    console = PlainConsole(stream, now=lambda: time_s)
+    console.phase("reading")
+    for done in range(101):
+        time_s = 0.01 * done
+        console.progress("weights", done=done, total=100)
+    assert stream.getvalue().splitlines() == ["reading"]
+    console.phase("reading")
+    for done in range(101):
+        time_s = 100.0 + 0.3 * done
+        console.progress("weights", done=done, total=100)
+    told = stream.getvalue().splitlines()[2:]
+    assert told[0] == "weights: 10 %"
+    assert 4 <= len(told) <= 6
+    assert "weights: 100 %" not in told
+
+
 def test_quiet_keeps_the_warnings() -> None:
     stream = io.StringIO()
     tell_everything(QuietConsole(stream))

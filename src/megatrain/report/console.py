@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+from collections.abc import Callable
 from typing import Protocol, TextIO
 
 from megatrain.report.events import EvalReport, SaveReport, SkipReport, StepReport
 from megatrain.report.text import eval_line, save_line, skip_line, step_line
+
+_PROGRESS_S = 5.0  # between two lines of progress in a log
 
 
 class Console(Protocol):
@@ -57,24 +61,25 @@ class Pace:
 
 
 class PlainConsole:
-    """One line per event, no escape codes."""
+    """One line per event, no escape codes. Progress is a tenth at a time, and silent while nothing takes long."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, *, now: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
+        self._now = now
+        self._told_s = now()
         self._pace = Pace(first_step=1, total_steps=0)
         self._total_steps = 0
-        self._told_tenth = -1
+        self._told_tenth = 0
 
     def phase(self, text: str) -> None:
-        self._told_tenth = -1
+        self._told_tenth = 0
         self._say(text)
 
     def progress(self, text: str, *, done: int, total: int) -> None:
         tenth = 10 * done // total if total else 10
-        if tenth > self._told_tenth:
+        if self._told_tenth < tenth < 10 and self._now() - self._told_s >= _PROGRESS_S:
             self._told_tenth = tenth
-            if 0 < tenth < 10:
-                self._say(f"{text}: {10 * tenth} %")
+            self._say(f"{text}: {10 * tenth} %")
 
     def note(self, text: str) -> None:
         self._say(text)
@@ -102,6 +107,7 @@ class PlainConsole:
         pass
 
     def _say(self, text: str) -> None:
+        self._told_s = self._now()
         print(text, file=self._stream, flush=True)
 
 
