@@ -111,12 +111,13 @@ def export_checkpoint(
 def _pick(path: Path, *, console: Console) -> Checkpoint:
     folder = path / "checkpoints"
     if not folder.is_dir():
+        hint = "give a run folder or a checkpoints/step-..."
+        if not path.exists():
+            raise UsageError("there is no such folder", where=str(path), hint=hint)
         try:
             return Checkpoint.open(path)
         except Damaged as error:
-            raise UsageError(
-                f"is no usable checkpoint: {error}", where=str(path), hint="give a run folder or a checkpoints/step-..."
-            ) from error
+            raise UsageError(f"is no usable checkpoint: {error}", where=str(path), hint=hint) from error
     found = find_checkpoints(folder)
     for skipped in found.skipped:
         console.warn(f"{skipped.path.name} was skipped: {skipped.reason}")
