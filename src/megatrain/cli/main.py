@@ -149,13 +149,19 @@ def bench(
     recipe: MaybeRecipe = None,
     model: ModelOption = None,
     overrides: SetOption = [],  # noqa: B006
-    steps: Annotated[Optional[int], typer.Option("--steps", min=1)] = None,  # noqa: UP045
-    tokens_per_step: Annotated[Optional[int], typer.Option("--tokens-per-step", min=1)] = None,  # noqa: UP045
+    steps: Annotated[Optional[int], typer.Option("--steps", min=1, help="How many are measured.")] = None,  # noqa: UP045
+    tokens_per_step: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option("--tokens-per-step", min=1, help="Instead of train.batch_size."),
+    ] = None,
     baseline: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--baseline", metavar="resident,fsdp,deepspeed"),
     ] = None,
-    trace: Annotated[Optional[Path], typer.Option("--trace", metavar="FILE")] = None,  # noqa: UP045
+    trace: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--trace", metavar="FILE", help="Write what ran when, as a Chrome trace."),
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Measure a few steps on this machine: step time, tok/s, what is exposed, memory."""
