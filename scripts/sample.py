@@ -48,7 +48,7 @@ def main() -> None:
         sys.exit(f"{args.run} has no exported model\nhint: finish the run, or `megatrain export` its checkpoint")
     recipe = load_recipe(str(model.parent / "recipe.yaml"))
     tokenizer = load_tokenizer(recipe)
-    prepared = prepare(recipe, tokenizer=tokenizer, max_positions=None)
+    prepared = prepare(recipe, tokenizer=tokenizer, max_positions=None, vocab_size=None)
     rows = list(prepared.train if prepared.eval is None else prepared.eval)
     of = f"{len(rows)} {'training' if prepared.eval is None else 'held-out'} rows"
 
