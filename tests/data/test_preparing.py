@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_kit import assistant, byte_tokenizer, prepared, recipe, system, texts, trained, user, write_jsonl
+from data_kit import KJV, assistant, byte_tokenizer, prepared, recipe, system, texts, trained, user, write_jsonl
 
 from megatrain.data import load_tokenizer, prepare
 from megatrain.errors import DataError
+from megatrain.recipe import resolve_asset
 
 
 def chat(question: str, answer: object) -> dict[str, object]:
@@ -360,3 +362,43 @@ def test_a_tokenizer_that_cannot_be_had(
     with pytest.raises(DataError, match=message) as caught:
         load_tokenizer(recipe("r.jsonl", sections={"tokenizer": section}))
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", '{"version": "1.0", "added_tokens": [], "model": {"type": "none"}}'),
+        ("tokenizer.json", "\ufffd"),
+    ],
+)
+def test_a_damaged_tokenizer_is_our_error(tmp_path: Path, file: str, content: str) -> None:
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(resolve_asset(KJV), folder)
+    (folder / file).write_text(content)
+    with pytest.raises(DataError, match="no tokenizer can be had"):
+        load_tokenizer(recipe("r.jsonl", sections={"tokenizer": {"path": str(folder)}}))
+
+
+def test_a_template_file_that_is_not_utf8(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_bytes(b"{{ '\xe9' }}")
+    with pytest.raises(DataError, match="it is not UTF-8"):
+        load_tokenizer(recipe("r.jsonl", sections={"tokenizer": {"chat_template": str(tmp_path / "t.jinja")}}))
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [(0.01, "draws none of its 4 rows"), (1e9, r"an epoch draws 4e\+09 rows"), (1e300, "an epoch draws")],
+)
+@pytest.mark.parametrize("key", ["train", "eval"])
+def test_a_weight_draws_something_and_not_without_end(tmp_path: Path, key: str, weight: float, message: str) -> None:
+    path = write_jsonl(tmp_path / "r.jsonl", plain(*"abcd"))
+    sources: dict[str, object] = {"train": path} | {key: {"path": path, "weight": weight}}
+    with pytest.raises(DataError, match=message):
+        prepared(sources.pop("train"), **sources)
+
+
+def test_a_number_that_is_none_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is nan, not a text"):
+        prepared(write_jsonl(tmp_path / "r.jsonl", [chat("q", float("nan"))]))

@@ -91,6 +91,7 @@ def test_a_very_long_line(tmp_path: Path) -> None:
         ('{"text": "a"}\n{"text": "b"}\n', [1, 2]),
         ('{\n "text": "a"\n}\n{\n "text": "b"\n}\n', [1, 4]),
         ('{"version": 1,\n "data": [{"text": "a"}, {"text": "b"}]}', [1, 1]),
+        ('{"data": [{"text": "a"}, {"text": "b"}]}\n', [1, 1]),
     ],
 )
 def test_every_usual_form_of_json(tmp_path: Path, content: str, lines: list[int]) -> None:
@@ -101,9 +102,11 @@ def test_every_usual_form_of_json(tmp_path: Path, content: str, lines: list[int]
     assert [r.line for r in found] == lines
 
 
-def test_one_pretty_printed_row(tmp_path: Path) -> None:
-    (tmp_path / "r.json").write_text(json.dumps({"messages": [{"role": "user", "content": "q"}]}, indent=1))
-    assert [list(r.columns) for r in records(tmp_path / "r.json")] == [["messages"]]
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("column", ["messages", "conversation", "chat"])
+def test_one_row_of_messages_is_no_list_of_rows(tmp_path: Path, indent: int | None, column: str) -> None:
+    (tmp_path / "r.json").write_text(json.dumps({column: [{"role": "user", "content": "q"}]}, indent=indent))
+    assert [list(r.columns) for r in records(tmp_path / "r.json")] == [[column]]
 
 
 @pytest.mark.parametrize(
@@ -147,6 +150,19 @@ def test_tsv_and_packed_files(tmp_path: Path) -> None:
     assert values(tmp_path / "r.jsonl.gz") == ["z"]
 
 
+@pytest.mark.parametrize("name", ["r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.txt.gz"])
+@pytest.mark.parametrize("damage", ["cut off", "flipped", "not packed"])
+def test_a_damaged_packed_file_is_our_error(tmp_path: Path, name: str, damage: str) -> None:
+    packed = bytearray(gzip.compress(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(20_000))))
+    if damage == "flipped":
+        packed[len(packed) // 2] ^= 0xFF
+    data = {"cut off": packed[:-20], "flipped": packed, "not packed": b"{}"}[damage]
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(DataError, match=r"cannot be read|broken CSV|not UTF-8") as caught:
+        records(tmp_path / name)
+    assert name in str(caught.value.where)
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow file", "arrow stream"])
 def test_tables(tmp_path: Path, kind: str) -> None:
     count = 3000
@@ -170,6 +186,14 @@ def test_a_damaged_table_is_our_error(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"not a table at all")
     with pytest.raises(DataError, match="cannot be read as"):
         records(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["dataset_dict.json", "state.json"])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"splits": 5, "_data_files": 5}'])
+def test_a_damaged_saved_data_set_is_our_error(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match="is not what `datasets` writes"):
+        records(tmp_path)
 
 
 def test_each_line_of_a_txt_file_is_a_text(tmp_path: Path) -> None:

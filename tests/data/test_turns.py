@@ -163,6 +163,9 @@ def test_what_the_template_refuses_is_a_bad_row_and_no_traceback() -> None:
         encode(byte_tokenizer(template=STRICT), user("q"), user("r"), assistant("a"))
     with pytest.raises(BadRow, match="the chat template refuses it"):
         encode(byte_tokenizer(template="{{ messages[0].nothing.at_all }}"), user("q"), assistant("a"))
+    for broken in ("{{ 1 / 0 }}", "{% for i in range(10 ** 9) %}x{% endfor %}"):
+        with pytest.raises(BadRow, match="the chat template refuses it"):
+            encode(byte_tokenizer(template=broken), user("q"), assistant("a"))
 
 
 def test_users_may_speak_twice_where_the_template_lets_them() -> None:

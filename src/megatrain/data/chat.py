@@ -28,7 +28,9 @@ _STANDING_CLOCK = {  # 26 July 2024, noon
 }  # fmt: skip
 _PROBE_CALL = {"name": _PROBE, "arguments": {}}
 # What a template written by somebody else raises on a row that it was not made for.
-_TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -114,14 +114,14 @@ def _known(path: Path) -> Path:
 def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
     saved = folder / "dataset_dict.json"  # datasets.DatasetDict.save_to_disk
     if saved.is_file():
-        names = list(json.loads(saved.read_text(encoding="utf-8"))["splits"])
+        names = [str(name) for name in _list_in(saved, key="splits")]
         if split not in names:
             raise _no_split(folder, split=split, names=names)
         return _of_folder(folder / split, split="train")
     state = folder / "state.json"  # datasets.Dataset.save_to_disk; says the order of its files
     if state.is_file():
-        listed = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
-        return tuple(folder / item["filename"] for item in listed)
+        named = [item.get("filename") for item in _list_in(state, key="_data_files") if isinstance(item, dict)]
+        return tuple(folder / name for name in named if isinstance(name, str))
     found = sorted(p for p in folder.rglob("*") if _is_data(p, folder=folder))
     if not found:
         raise DataError("the folder holds no data files", where=str(folder), hint=f"expected {', '.join(KINDS)}")
@@ -136,6 +136,15 @@ def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
     if wanted not in by_split:
         raise _no_split(folder, split=split, names=sorted(filter(None, by_split)))
     return tuple(by_split[wanted])
+
+
+def _list_in(file: Path, *, key: str) -> list[object]:
+    """What `datasets` wrote of its own. Raises DataError where it did not."""
+    try:
+        return list(json.loads(file.read_text(encoding="utf-8"))[key])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        hint = "load the data set with `datasets` and save it again, or give the path of its files"
+        raise DataError(f"is not what `datasets` writes (no list {key!r})", where=str(file), hint=hint) from error
 
 
 def _is_data(path: Path, *, folder: Path) -> bool:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -22,12 +24,15 @@ _BEYOND_JSON = (RecursionError, ValueError)  # nested a thousand times; a number
 _BOM = b"\xef\xbb\xbf"
 
 
-def open_bytes(path: Path) -> BinaryIO:
-    """The bytes of a file, unpacked if its name ends in .gz."""
+@contextmanager
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, unpacked if its name ends in .gz. What fails within, now or later, is a DataError."""
     try:
-        return cast(BinaryIO, gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb"))
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+        with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            yield cast(BinaryIO, file)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot be read: {reason}", where=str(path)) from error
 
 
 def read_jsonl(path: Path, *, name: str) -> Iterator[Record]:
@@ -96,16 +101,15 @@ def as_record(value: object, *, name: str, row: int, line: int | None) -> Record
 
 
 def _first_line_is_whole(path: Path) -> bool:
-    """Whether the first line that is not blank is a JSON object of its own (or is broken beyond doubt)."""
+    """Whether the first line that is not blank is a JSON value of its own, with others behind it."""
     with open_bytes(path) as file:
-        for number, data in enumerate(file):
-            body = (data.removeprefix(_BOM) if number == 0 else data).strip(b" \t\r\n")
-            if body:
-                try:
-                    json.loads(body.decode("utf-8"))
-                except (*_BEYOND_JSON, UnicodeDecodeError):
-                    return False
-                return True
+        first = next((line for line in file if line.removeprefix(_BOM).strip(b" \t\r\n")), b"")
+        if not any(line.strip(b" \t\r\n") for line in file):
+            return False
+    try:
+        json.loads(first.removeprefix(_BOM).decode("utf-8"))
+    except (*_BEYOND_JSON, UnicodeDecodeError):
+        return False
     return True
 
 
@@ -145,8 +149,10 @@ def _skip(text: str, position: int) -> int:
 
 def _only_list(value: object) -> list[object] | None:
     lists = [item for item in value.values() if isinstance(item, list)] if isinstance(value, dict) else []
-    wraps = len(lists) == 1 and "messages" not in value and "conversations" not in value  # type: ignore[operator]
-    return lists[0] if wraps and lists[0] and isinstance(lists[0][0], dict) else None
+    if len(lists) != 1 or not lists[0] or not isinstance(lists[0][0], dict):
+        return None
+    is_row = {"messages", "conversations", "conversation"} & set(value) or {"role", "from"} & set(lists[0][0])  # type: ignore[call-overload]
+    return None if is_row else lists[0]
 
 
 def _broken(message: str, *, text: str, position: int, name: str) -> DataError:

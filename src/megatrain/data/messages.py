@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,6 +42,8 @@ def text_of(value: object, *, what: str) -> str:
         raise BadRow(f"{what} is null")
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise BadRow(f"{what} is not a text")
+    if isinstance(value, float) and not math.isfinite(value):  # how tables write what is missing
+        raise BadRow(f"{what} is {value}, not a text")
     return value if isinstance(value, str) else json.dumps(value)
 
 

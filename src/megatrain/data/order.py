@@ -36,7 +36,7 @@ def epoch_documents(samples: Samples, *, epoch: int, seed: int, shuffle: bool) -
         own = np.flatnonzero(samples.source == number).astype(np.int64)
         whole = int(weight)
         extra = round((weight - whole) * len(own))
-        parts += [own] * whole
+        parts.append(np.tile(own, whole))
         if extra:
             order = shuffled(len(own), seed=seed, stream=_stream(epoch, purpose=1 + number))
             parts.append(own[np.sort(order[:extra])])

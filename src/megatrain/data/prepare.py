@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _BATCH_ROWS = 256
 _BATCH_CHARACTERS = 1_000_000
+_MOST_DRAWN = 2**28  # rows of an epoch, where weights make more of them than there are
 _ENOUGH = 10  # bad rows after which reading on tells nothing new
 
 
@@ -61,7 +62,10 @@ def prepare(
     if data.eval is not None:
         held, more = _read_all(recipe, data.eval, role="eval", encoder=encoder, should_stop=should_stop)
         _check_ids(held, vocab_size=vocab_size)
+        _check_weights(train, data.train)
+        _check_weights(held, data.eval)
         return Prepared(train, held, DataReport((*accounts, *more)))
+    _check_weights(train, data.train)
     if not data.eval_fraction:
         return Prepared(train, None, DataReport(accounts))
     chosen = hold_out(train, fraction=data.eval_fraction, seed=recipe.train.seed)
@@ -88,6 +92,26 @@ def _check_ids(samples: Samples, *, vocab_size: int | None) -> None:
     if vocab_size is not None and largest >= vocab_size:
         hint = "tokenizer.path must name the model's own tokenizer"
         raise DataError(f"the tokenizer makes token {largest}, the model knows {vocab_size}", hint=hint)
+
+
+def _check_weights(samples: Samples, sources: Sequence[Source]) -> None:
+    """Every source takes part in an epoch, and an epoch has an end."""
+    rows = np.bincount(samples.source, minlength=len(sources))
+    for source, count in zip(sources, rows.tolist(), strict=True):
+        if source.weight < 1 and round(source.weight * count) == 0:
+            raise DataError(
+                f"a weight of {source.weight:g} draws none of its {count} rows in an epoch",
+                where=source.path,
+                hint="raise the weight, or leave the source out",
+            )
+    drawn = sum(source.weight * count for source, count in zip(sources, rows.tolist(), strict=True))
+    if drawn > max(_MOST_DRAWN, len(samples)):
+        heaviest = max(sources, key=lambda source: source.weight)
+        raise DataError(
+            f"with a weight of {heaviest.weight:g} an epoch draws {drawn:.3g} rows",
+            where=heaviest.path,
+            hint="a weight multiplies how often the rows of a source are drawn; lower it, or give others less than 1",
+        )
 
 
 def _read_all(

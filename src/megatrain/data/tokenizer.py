@@ -32,7 +32,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             trust_remote_code=recipe.model.trust_remote_code,
             local_files_only=local.is_dir(),
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except Exception as error:  # a damaged file meets any of its assumptions, and tokenizers raises bare Exceptions
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"no tokenizer can be had from {path}: {reason}",
@@ -58,9 +58,10 @@ def _template_text(template: str) -> str:
         return template
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise DataError(
-            f"the chat template cannot be read: {error.strerror or error}",
+            f"the chat template cannot be read: {reason or error}",
             where="tokenizer.chat_template",
             hint=f"{template!r} is neither a file nor a template (which has {{{{ }}}} or {{% %}} in it)",
         ) from error
