@@ -162,3 +162,27 @@ def test_the_given_config_is_not_changed() -> None:
     assert config.to_json_string() == before
     assert isinstance(model.meta_model, LlamaForCausalLM)
     assert all(p.is_meta for p in model.meta_model.parameters())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"num_attention_heads": 0},
+        {"hidden_size": "32"},
+        {"rope_scaling": "none"},
+        {"hidden_act": "none"},
+        {"hidden_size": -32},
+    ],
+)
+@pytest.mark.parametrize("where", ["file", "recipe"])
+def test_values_that_transformers_cannot_use_are_refused(tmp_path: Path, where: str, overrides: dict[str, Any]) -> None:
+    written = tiny(head_dim=8).to_dict() | (overrides if where == "file" else {})
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    changed = overrides if where == "recipe" else {}
+    with pytest.raises(ModelError, match=" "):
+        _load_and_build(tmp_path, overrides=changed)
+
+
+def _load_and_build(folder: Path, *, overrides: dict[str, Any]) -> None:
+    config = load_config(str(folder), revision="main", overrides=overrides, trust_remote_code=False)
+    StreamedModel.build(spec_of(config), rng=NoRng())

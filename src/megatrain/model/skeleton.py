@@ -58,10 +58,9 @@ def load_config(path: str, *, revision: str, overrides: Mapping[str, Any], trust
     """
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except Exception as error:  # its values meet the code of every model, or code that comes with it
         raise ModelError(
-            f"cannot read the model's config.json: {first}",
+            f"cannot read the model's config.json: {_reason(error)}",
             where=path,
             hint="model.path is a hub id or a folder that holds config.json",
         ) from error
@@ -75,12 +74,17 @@ def load_config(path: str, *, revision: str, overrides: Mapping[str, Any], trust
 def _override(config: Any, key: str, value: Any) -> None:
     """Set one key. The names that checkpoints use for rotary embeddings are one dictionary in transformers 5."""
     known = config.to_dict()
+    if key == "rope_scaling" and not isinstance(value, Mapping | None):
+        raise ModelError(f"must be a mapping, not {value!r}", where=f"model.config.{key}")
     if key in ("rope_scaling", "rope_theta") and isinstance(known.get("rope_parameters"), dict):
         fields = {"rope_theta": value} if key == "rope_theta" else {"rope_type": "default"} | (value or {})
         key, value = "rope_parameters", known["rope_parameters"] | fields
     if key not in known and key not in config.attribute_map:
         raise ModelError(f"the config of {config.model_type} has no key {key!r}", where=f"model.config.{key}")
-    setattr(config, key, value)
+    try:
+        setattr(config, key, value)
+    except Exception as error:  # transformers checks some types and raises classes of its own
+        raise ModelError(f"cannot be {value!r}: {_reason(error)}", where=f"model.config.{key}") from error
 
 
 def refuse_by_type(config: PretrainedConfig, *, trust_remote_code: bool) -> None:
@@ -113,12 +117,20 @@ def build_skeleton(spec: ModelSpec) -> nn.Module:
         with torch.device("meta"):
             build: Any = AutoModelForCausalLM  # its from_config has no types
             model = build.from_config(config, **options)
-    except (ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # nothing is computed yet: whatever it is, it comes from these values
         raise ModelError(
-            f"transformers cannot build {config.model_type}: {error}", hint="try another model.attention"
+            f"transformers cannot build {config.model_type}: {_reason(error)}",
+            hint="check the values in config.json and model.config, or try another model.attention",
         ) from error
     _fill_computed_buffers(model)
     return cast(nn.Module, model)
+
+
+def _reason(error: Exception) -> str:
+    """What an exception of somebody else's code says, in one line; a bare key or nothing gets its kind before it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return text if " " in text else f"{type(error).__name__} {text}".strip()
 
 
 def _fill_computed_buffers(model: Any) -> None:

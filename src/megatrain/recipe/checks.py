@@ -9,6 +9,8 @@ from megatrain.errors import RecipeError
 from megatrain.recipe.assets import is_asset, resolve_asset
 from megatrain.recipe.schema import Recipe
 
+_MOST_THREADS = 4096
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -76,6 +78,12 @@ def _micro_batch(recipe: Recipe) -> Iterator[Finding]:
         )
 
 
+def _threads(recipe: Recipe) -> Iterator[Finding]:
+    threads = recipe.memory.threads
+    if isinstance(threads, int) and threads > _MOST_THREADS:
+        yield Finding(("memory.threads",), f"{threads} threads are more than {_MOST_THREADS}, which no machine can use")
+
+
 def _assets(recipe: Recipe) -> Iterator[Finding]:
     named = [("model.path", recipe.model.path), ("tokenizer.path", recipe.tokenizer.path)]
     for key, sources in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval or ())):
@@ -109,6 +117,7 @@ _RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
     _evaluation,
     _optimizer,
     _micro_batch,
+    _threads,
     _assets,
     _later,
 )
