@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from data_kit import KJV, assistant, byte_tokenizer, prepared, recipe, system, texts, trained, user, write_jsonl
 
-from megatrain.data import load_tokenizer, prepare
+from megatrain.data import Loader, load_tokenizer, prepare
 from megatrain.errors import DataError
 from megatrain.recipe import resolve_asset
 
@@ -269,6 +270,21 @@ class TestSources:
         assert prepare(wanted, tokenizer=tokenizer, max_positions=None, vocab_size=258).train.token_count == 2
         with pytest.raises(DataError, match="the tokenizer makes token 257, the model knows 257"):
             prepare(wanted, tokenizer=tokenizer, max_positions=None, vocab_size=257)
+
+    @pytest.mark.parametrize("packing", [True, False])
+    def test_the_tokenizers_padding_side_moves_nothing(self, tmp_path: Path, packing: bool) -> None:
+        path = write_jsonl(tmp_path / "r.jsonl", plain("a", "bcd", "ef"))
+        batches = []
+        for side in ("right", "left"):
+            tokenizer = byte_tokenizer()
+            tokenizer.padding_side = side
+            samples = prepared(path, tokenizer=tokenizer, max_seq_len=16).train
+            loader = Loader(samples, batch_size=3, max_seq_len=16, packing=packing, shuffle=False, seed=0)
+            batches.append(loader.step_batch(0, 0).micro_batches(3)[0])
+        assert torch.equal(batches[0].input_ids, batches[1].input_ids)
+        assert torch.equal(batches[0].labels, batches[1].labels)
+        assert batches[1].attention_mask is not None
+        assert batches[1].attention_mask[:, 0].all(), "padding is on the right"
 
     def test_unprinted_tools_are_counted(self, tmp_path: Path) -> None:
         rows = [chat("q", "a") | {"tools": '[{"name": "f"}]'}, chat("q", "a") | {"tools": "[]"}]

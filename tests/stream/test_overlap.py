@@ -89,6 +89,28 @@ def test_an_error_of_the_optimizer_reaches_the_next_step_with_its_cause() -> Non
     store.close()
 
 
+def test_after_a_step_that_raised_the_executor_refuses_to_go_on() -> None:
+    store, worker, executor = rooms(CpuDevice(), lambda unit: None)
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(unit: int) -> bool:
+        if unit == 3:
+            raise Interrupted
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "updated", interrupt)
+        with pytest.raises(Interrupted):
+            executor.train_step(toy_batches(2), seed=0)
+    for go_on in (lambda: executor.train_step(toy_batches(2), seed=0), lambda: executor.evaluate(toy_batches(2))):
+        with pytest.raises(RuntimeError, match="no free slot for unit 0"):
+            go_on()
+    worker.close()
+    store.close()
+
+
 def test_a_traced_device_notes_every_copy_and_only_while_it_records() -> None:
     device = TracedDevice(CpuDevice())
     store, worker, executor = rooms(device, lambda unit: None)

@@ -84,7 +84,10 @@ class _Step:
 
 
 class StreamingExecutor:
-    """Runs micro-batches through a model whose layers live in the host store."""
+    """Runs micro-batches through a model whose layers live in the host store.
+
+    A step that raises (an interrupt, no memory) leaves slots in use: the executor then refuses every further one.
+    """
 
     def __init__(
         self,
