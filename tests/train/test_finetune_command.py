@@ -70,6 +70,8 @@ def test_json_of_a_run_a_refusal_and_a_finished_run(
     assert last_line(capsys)["error"]["kind"] == "usage"
     assert command("export", str(tmp_path / "absent"), str(tmp_path / "out2"), "--json") == 2
     assert last_line(capsys)["error"]["message"] == "there is no such folder"
+    assert command("export", str(tmp_path / "run"), str(tmp_path), "--json") == 2
+    assert "something else than a model" in last_line(capsys)["error"]["message"]
 
 
 def test_a_failure_is_told_once_and_is_in_run_json(

@@ -60,7 +60,7 @@ def export_model(
     DiskError if it cannot be written; an earlier export is then as it was.
     """
     out = out.absolute()
-    _refuse_foreign(out, source=source)
+    refuse_foreign(out, source=source)
     disk = disk_tensors(store, meta_model=meta_model, source=source, dtype=dtype)
     shards = split_into_shards(disk, shard_bytes=shard_bytes)
     aside = out.with_name(f".{out.name}.partial")
@@ -179,7 +179,8 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _refuse_foreign(out: Path, *, source: Path | None) -> None:
+def refuse_foreign(out: Path, *, source: Path | None) -> None:
+    """Raises UsageError when an export to `out` would replace something else than an earlier export."""
     if source is not None and out.exists() and source.exists() and out.samefile(source):
         raise UsageError("the export would overwrite the source model", where=str(out), hint="choose another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():

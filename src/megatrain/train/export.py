@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatrain.data import load_tokenizer
 from megatrain.errors import UsageError
-from megatrain.host.export import Exported, disk_tensors, export_model
+from megatrain.host.export import Exported, disk_tensors, export_model, refuse_foreign
 from megatrain.host.store import HostStore
 from megatrain.host.weights import fetch
 from megatrain.model.skeleton import ModelSpec
@@ -78,6 +78,7 @@ def export_checkpoint(
     checkpoint = _pick(path, console=console)
     identity = checkpoint.manifest.identity
     recipe = recipe_from_dict(identity.recipe, source=str(checkpoint.path))
+    refuse_foreign(out, source=_source(recipe))  # before anything is read
     spec = ModelSpec(
         config=read_config(recipe),
         attention=recipe.model.attention,
