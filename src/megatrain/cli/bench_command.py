@@ -111,18 +111,27 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
+def _count(parameters: int) -> str:
+    """'1.05 M', '8.03 B'."""
+    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+
+
 def _text(report: BenchReport) -> str:
     return "\n".join(
         (
-            f"{report.device}: {report.params_total / 1e9:.2f} B parameters, {report.tokens_per_step:,} tokens a step "
+            f"{report.device}: {_count(report.params_total)} parameters, {report.tokens_per_step:,} tokens a step "
             f"({report.micro_batches} x {report.micro_batch} x {report.seq_len}), activations on the "
             f"{report.activations}, {report.slots} slots",
             f"step {report.step_s:.3f} s ({report.step_s_min:.3f}-{report.step_s_max:.3f})   "
-            f"{report.tokens_per_s:,.0f} tok/s   {report.tflops:.1f} TFLOP/s (6 N + causal attention, no recompute)",
+            f"{report.tokens_per_s:,.0f} tok/s   {report.tflops:.3g} TFLOP/s (6 N + causal attention, no recompute)",
             f"optimizer {report.optimizer_s:.3f} s, exposed {report.exposed_optimizer_s:.3f} s; "
             f"exposed transfers {report.exposed_transfer_s:.3f} s",
-            f"VRAM {format_size(report.vram_peak_bytes)} (planned {format_size(report.vram_planned_bytes)}); host "
-            f"{format_size(report.host_peak_bytes)} (planned {format_size(report.host_planned_bytes)}, "
+            (
+                f"VRAM {format_size(report.vram_peak_bytes)} (planned {format_size(report.vram_planned_bytes)}); "
+                if report.vram_peak_bytes
+                else ""
+            )
+            + f"host {format_size(report.host_peak_bytes)} (planned {format_size(report.host_planned_bytes)}, "
             f"{report.host_bytes_per_parameter:.2f} B/parameter)",
             f"built in {report.build_s:.1f} s, warm-up {report.warmup_s:.1f} s",
         )

@@ -246,7 +246,8 @@ def _optimizer(recipe: Recipe, *, model: StreamedModel, store: HostStore, thread
 def _open_device(recipe: Recipe) -> tuple[Device, str, DeviceMemory | None]:
     wanted = recipe.memory.device
     if wanted == "cpu" or (wanted == "auto" and not cuda_available()):
-        return CpuDevice(), f"CPU, {torch.get_num_threads()} threads", None
+        threads = torch.get_num_threads()
+        return CpuDevice(), f"CPU, {threads} thread{'s' if threads > 1 else ''}", None
     if recipe.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the context is made
         torch.use_deterministic_algorithms(True)
