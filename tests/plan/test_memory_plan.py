@@ -250,13 +250,15 @@ def test_a_head_of_its_own_lets_stem_and_tail_share_one_gradient_sum() -> None:
     assert sums(shared=False) == 4 * (SEVEN_B.layers[0].elems + SEVEN_B.tail.elems)
 
 
-def test_a_micro_batch_within_one_chunk_pays_for_the_whole_softmax() -> None:
-    wide = model(hidden=64, layer=10_000, layers=2, vocab=100_000, saved=100, fp32=True)
+@pytest.mark.parametrize(("fp32", "chunk_bytes"), [(True, 16), (False, 8)])
+def test_only_chunks_of_bf16_logits_do_without_the_whole_softmax(fp32: bool, chunk_bytes: int) -> None:
+    wide = model(hidden=64, layer=10_000, layers=2, vocab=100_000, saved=100, fp32=fp32)
     whole = make(wide, batch=1, seq=1024)
     assert whole.head_chunk == 4096
     assert whole.device["one layer's backward or the head"] == 1024 * 100_000 * 16 + wide.tail.param_bytes
     chunked = make(wide, batch=1, seq=8192)
-    assert chunked.device["one layer's backward or the head"] == 4096 * 100_000 * 8 + wide.tail.param_bytes
+    head = 4096 * 100_000 * chunk_bytes + wide.tail.param_bytes
+    assert chunked.device["one layer's backward or the head"] == head
 
 
 def test_dense_masks_are_counted_where_rows_are_packed_or_padded() -> None:
