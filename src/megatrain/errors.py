@@ -6,7 +6,11 @@ anything else that escapes is a bug of ours and ends in ``crash.txt``.
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
+
+DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+"""The `errno` of an OSError that is the disk's fault and not a bug of ours."""
 
 
 class MegatrainError(Exception):

@@ -316,6 +316,7 @@ def test_a_bug_without_a_run_folder(
     [
         (MemoryError(), 3, "does_not_fit"),
         (OSError(28, "No space left on device", "/data/x"), 3, "disk"),
+        (OSError(5, "Input/output error", "/data/x"), 3, "disk"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

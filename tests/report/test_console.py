@@ -87,6 +87,7 @@ def test_the_live_display_shows_the_step_and_gives_the_cursor_back() -> None:
     [
         (True, {}, False, LiveConsole),
         (True, {"NO_COLOR": "1"}, False, PlainConsole),
+        (True, {"NO_COLOR": ""}, False, LiveConsole),  # as the convention has it
         (True, {"TERM": "dumb"}, False, PlainConsole),
         (True, {}, True, QuietConsole),
         (False, {}, False, PlainConsole),

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatrain.cli.output import colours, emit
+from megatrain.cli.output import emit
 from megatrain.recipe import load_recipe
+from megatrain.report.console import colours
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json as json_format
 import os
 import sys
@@ -12,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import typer
 
-from megatrain.errors import DiskError, DoesNotFit, MegatrainError, UsageError
+from megatrain.errors import DISK_FAULTS, DiskError, DoesNotFit, MegatrainError, UsageError
+from megatrain.report.console import colours
 
 INTERRUPTED = 130
 _BROKEN_PIPE = 141
@@ -50,7 +50,7 @@ def guarded(*, json: bool) -> Iterator[Guard]:
     except MemoryError as error:
         _fail(DoesNotFit(f"host memory is exhausted: {error}".removesuffix(": ")), json=json)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        if error.errno in DISK_FAULTS:
             _fail(DiskError(error.strerror or "the disk is full", where=str(error.filename or "")), json=json)
         _crashed(error, guard=guard, json=json)
     except typer.Exit:
@@ -91,11 +91,6 @@ def help_if_alone(context: typer.Context) -> None:
         raise typer.Exit(UsageError.exit_code)
 
 
-def colours(stream: TextIO) -> bool:
-    """Whether escape codes may go to `stream`: a terminal, and NO_COLOR not set (https://no-color.org)."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
 def _object(code: int, *, kind: str, message: str, hint: str | None, where: str | None) -> dict[str, Any]:
     error = {"kind": kind, "message": message, "hint": hint, "where": where}
     return {"status": "error", "exit_code": code, "error": error}
@@ -113,17 +108,25 @@ def _paint(text: str, *, code: str, coloured: bool) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if coloured else text
 
 
+def _emit_failure(result: Mapping[str, Any]) -> None:
+    """Where stdout takes nothing either, the exit code and stderr have said it."""
+    try:
+        emit(result)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more
+
+
 def _fail(error: MegatrainError, *, json: bool) -> NoReturn:
     print_error(error)
     if json:
-        emit(error_object(error))
+        _emit_failure(error_object(error))
     raise typer.Exit(error.exit_code) from error
 
 
 def _fail_with(code: int, *, kind: str, message: str, json: bool) -> NoReturn:
     _print_message(message, hint=None)
     if json:
-        emit(_object(code, kind=kind, message=message, hint=None, where=None))
+        _emit_failure(_object(code, kind=kind, message=message, hint=None, where=None))
     raise typer.Exit(code) from None
 
 
@@ -135,7 +138,7 @@ def _crashed(error: Exception, *, guard: Guard, json: bool) -> NoReturn:
     where = str(path) if path is not None else None
     _print_message(f"{message} (traceback in {where})" if where else f"{message}\n{text}", hint=None)
     if json:
-        emit(_object(MegatrainError.exit_code, kind="internal", message=message, hint=None, where=where))
+        _emit_failure(_object(MegatrainError.exit_code, kind="internal", message=message, hint=None, where=where))
     raise typer.Exit(MegatrainError.exit_code) from error
 
 

@@ -119,11 +119,16 @@ class QuietConsole(PlainConsole):
             super()._say(text)
 
 
+def colours(stream: TextIO) -> bool:
+    """Whether escape codes may go to `stream`: a terminal, and NO_COLOR not set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def open_console(*, quiet: bool) -> Console:
     """The console that fits where stderr goes."""
     if quiet:
         return QuietConsole(sys.stderr)
-    if sys.stderr.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb":
+    if colours(sys.stderr):
         from megatrain.report.live import LiveConsole
 
         return LiveConsole(sys.stderr)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 from typing import Any
 
 import torch
 
-from megatrain.errors import DiskError, DoesNotFit, MegatrainError
+from megatrain.errors import DISK_FAULTS, DiskError, DoesNotFit, MegatrainError
 from megatrain.optim.worker import OptimizerFailed
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # PyTorch has no class for it
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
 def machine_error(error: Exception) -> MegatrainError | None:
@@ -25,7 +23,7 @@ def machine_error(error: Exception) -> MegatrainError | None:
         )
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)):
         return DoesNotFit("host memory is exhausted", hint="lower memory.micro_batch, or set memory.host")
-    if isinstance(error, OSError) and error.errno in _DISK:
+    if isinstance(error, OSError) and error.errno in DISK_FAULTS:
         return DiskError(error.strerror or str(error), where=str(error.filename or "output.dir"))
     return None
 
