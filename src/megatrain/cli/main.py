@@ -12,6 +12,7 @@ from megatrain import __version__
 from megatrain.cli.output import INTERRUPTED, guarded, help_if_alone, usage_failure
 from megatrain.cli.recipe_commands import recipes
 from megatrain.errors import NotAvailable, UsageError
+from megatrain.report.lasting import lasting
 
 app = typer.Typer(
     name="megatrain",
@@ -215,6 +216,7 @@ _CLICK_ERROR: Any = typer.BadParameter.__mro__[2]
 def main(arguments: list[str] | None = None) -> None:
     """The entry point. Usage errors, too, end as every other failure does."""
     given = sys.argv[1:] if arguments is None else arguments
+    sys.stderr = lasting(sys.stderr)
     try:
         code = typer.main.get_command(app).main(given, prog_name="megatrain", standalone_mode=False)
     except _CLICK_ERROR as error:
