@@ -188,6 +188,7 @@ def test_features_of_later_versions_are_refused_by_name(write: Write, override: 
         (["train.eval_every=5 min", "data.eval=b"], "must be a number of steps"),
         (["memory.micro_batch=64"], "64 is more than the 32 sequences of train.batch_size"),
         (["memory.slots=1"], "memory.slots: must be at least 2"),
+        (['output.dir="a\\0b"'], "output.dir: must be a path, which holds no null character"),
         (["memory.threads=1000000"], "1000000 threads are more than 4096"),
         (["memory.slots=many"], "memory.slots: must be auto or a whole number"),
         (["memory.device=gpu"], "must be auto, cuda, cuda:N or cpu"),

@@ -121,7 +121,12 @@ def binary_manifest(path: Path) -> None:
     (path / "manifest.json").write_bytes(os.urandom(100))
 
 
+def nested_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("[" * 100_000)
+
+
 STRUCTURAL = [cut_off, lose_a_file, lose_the_manifest, cut_the_manifest, edit_the_manifest, no_object, binary_manifest]
+STRUCTURAL += [nested_manifest]
 
 
 @pytest.mark.parametrize("damage", STRUCTURAL)

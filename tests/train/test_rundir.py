@@ -52,6 +52,10 @@ def test_a_file_in_the_way_and_a_folder_that_cannot_be_made(tmp_path: Path, monk
     for path in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(UsageError, match="is not a folder"), RunDir(path).locked():
             pass
+        with pytest.raises(UsageError, match="is not a folder"):
+            RunDir(path).check_unlocked()
+    RunDir(tmp_path / "not" / "yet").check_unlocked()
+    assert not (tmp_path / "not").exists()
 
     def read_only(*args: object, **kwargs: object) -> None:
         raise OSError(30, "Read-only file system")
@@ -59,6 +63,29 @@ def test_a_file_in_the_way_and_a_folder_that_cannot_be_made(tmp_path: Path, monk
     monkeypatch.setattr(Path, "mkdir", read_only)
     with pytest.raises(DiskError, match="Read-only file system"), RunDir(tmp_path / "run").locked():
         pass
+
+
+def test_a_dry_run_sees_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    for path in (tmp_path, tmp_path / "deep" / "run"):
+        with pytest.raises(DiskError, match="Permission denied"):
+            RunDir(path).check_unlocked()
+
+
+def test_what_cannot_be_written_whole_leaves_the_old_and_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rundir = RunDir(tmp_path)
+    rundir.write_summary({"status": "old"})
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        rundir.write_summary({"status": "new"})
+    assert rundir.read_summary() == {"status": "old"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_what_counts_as_a_run(tmp_path: Path) -> None:

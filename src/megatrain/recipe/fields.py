@@ -67,7 +67,10 @@ def to_text(value: object) -> str:
 
 
 def to_path(value: object) -> str:
-    return os.path.expanduser(to_text(value))
+    text = to_text(value)
+    if "\0" in text:
+        raise mistake("must be a path, which holds no null character")
+    return os.path.expanduser(text)
 
 
 def to_template(value: object) -> str:

@@ -76,7 +76,7 @@ class Manifest:
                 identity=Identity(**body["identity"]),
                 files={name: FileInfo(**info) for name, info in body["files"].items()},
             )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"the manifest cannot be read ({error})") from error
 
 

@@ -5,6 +5,7 @@ recipe.yaml  metrics.jsonl  checkpoints/  model/  run.json  crash.txt  lock
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -40,8 +41,8 @@ class RunDir:
     def read_summary(self) -> dict[str, Any]:
         """run.json, or an empty object when there is none that can be read."""
         try:
-            summary = json.loads(self.summary.read_text())
-        except (OSError, ValueError):
+            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return {}
         return summary if isinstance(summary, dict) else {}
 
@@ -65,9 +66,31 @@ class RunDir:
 
         Raises UsageError when another one does, DiskError when the folder cannot be written.
         """
-        try:
+        with self._refusals():
             self.path.mkdir(parents=True, exist_ok=True)
             fd = self._take_lock()
+        try:
+            yield
+        finally:
+            self.lock.unlink(missing_ok=True)
+            os.close(fd)
+
+    def check_unlocked(self) -> None:
+        """What `locked` would say of the folder and of another process, without writing anything."""
+        with self._refusals():
+            nearest = next(path for path in (self.path, *self.path.absolute().parents) if os.path.lexists(path))
+            if not nearest.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(nearest))
+            if not os.access(nearest, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
+            if os.statvfs(nearest).f_flag & os.ST_RDONLY:
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(nearest))
+            self._check_lock()
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
         except (FileExistsError, NotADirectoryError) as error:
             raise UsageError(f"{error.filename} is not a folder", where="output.dir") from None
         except OSError as error:
@@ -76,14 +99,8 @@ class RunDir:
                 hint="choose another folder with output.dir or --output-dir",
                 where="output.dir",
             ) from error
-        try:
-            yield
-        finally:
-            self.lock.unlink(missing_ok=True)
-            os.close(fd)
 
-    def check_unlocked(self) -> None:
-        """What `locked` would say of another process, without writing anything."""
+    def _check_lock(self) -> None:
         if not self.lock.exists():
             return
         fd = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC)
@@ -121,8 +138,12 @@ class RunDir:
 def _write_whole(path: Path, text: str) -> None:
     """Write aside and rename: a reader sees the old file or the new one."""
     aside = path.with_name(path.name + ".partial")
-    with open(aside, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    try:
+        with open(aside, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
