@@ -44,7 +44,7 @@ ALL = cases(layers=(1, 2, 3, 5), micro_batches=(1, 2, 3), loads=(0, 1, 2))
 
 
 def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[float], torch.Tensor]:
-    """Two steps with optimizer; the device, the losses, and all weights at the end."""
+    """Two steps with optimizer, each evaluated; the device, the losses, and all weights at the end."""
     device = TimelineDevice(skip=skip)
     model = ToyModel(case.layers, tied=case.tied)
     rows = case.layers * case.micro_batches * footprint(INPUT_BYTES, pinned=True)
@@ -73,6 +73,8 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
         losses.append(numbers.loss)
         with device.thread("optimizer"):
             worker.submit(step + 1, out.gradients, lr=0.1, clip=1.0)
+        total, _ = executor.evaluate(toy_batches(case.micro_batches, seed=STEPS))  # the updates may still be running
+        losses.append(total)
     weights = torch.cat([host.hi.clone() for host in store.units])
     store.close()
     return device, losses, weights
