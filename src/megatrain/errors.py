@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from typing import ClassVar
 
-DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG, errno.ESTALE})
 """The `errno` of an OSError that is the disk's fault and not a bug of ours."""
 
 

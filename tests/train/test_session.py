@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import math
@@ -23,6 +24,8 @@ from megatrain.report.events import SaveReport, StepReport
 from megatrain.stream.executor import StepNumbers
 from megatrain.train import prospect
 from megatrain.train.export import export_checkpoint
+from megatrain.train.manifest import Manifest
+from megatrain.train.rundir import RunDir
 from megatrain.train.signals import Interrupted, StopFlag
 
 
@@ -318,6 +321,8 @@ def test_a_failing_step_saves_what_was_reached(
         (OSError(errno.ENOSPC, "No space left on device"), 3, "disk"),
         (MemoryError(), 3, "does_not_fit"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 12 bytes"), 3, "does_not_fit"),
+        (RuntimeError("can't start new thread"), 3, "does_not_fit"),
+        (OSError(errno.EFBIG, "File too large"), 3, "disk"),
         (OSError(errno.ECHILD, "No child processes"), 1, "internal"),
     ],
 )
@@ -328,11 +333,41 @@ def test_what_the_machine_lacks_is_no_bug_of_ours(
         raise error
 
     monkeypatch.setattr(prospect, "prepare", fail)
-    with pytest.raises((DiskError, DoesNotFit, OSError)) as caught:
+    with pytest.raises((DiskError, DoesNotFit, OSError, RuntimeError)) as caught:
         train(whole_recipe(tmp_path / "run", rows=rows))
     assert getattr(caught.value, "exit_code", 1) == code
     summary = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (summary["exit_code"], summary["error"]["kind"]) == (code, kind)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "recipe.yaml", "run.json"])
+def test_a_folder_where_a_file_of_the_run_belongs_is_no_bug_of_ours(tmp_path: Path, rows: Path, name: str) -> None:
+    (tmp_path / "run" / name).mkdir(parents=True)
+    blocked = session(whole_recipe(tmp_path / "run", rows=rows))
+    with pytest.raises(DiskError, match="Is a directory"):
+        blocked.run()
+
+
+def test_what_run_json_cannot_take_is_still_told(tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: RunDir, summary: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunDir, "write_summary", full)
+    interrupted = session(whole_recipe(tmp_path / "run", rows=rows), on_event=stop_after(2))
+    with pytest.raises(Interrupted):
+        interrupted.run()
+    assert (interrupted.summary["steps"], interrupted.summary["exit_code"]) == (2, 143)
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_checkpoint_whose_plan_is_of_another_version_can_be_resumed(tmp_path: Path, rows: Path, whole: Path) -> None:
+    with pytest.raises(Interrupted):
+        train(whole_recipe(tmp_path / "run", rows=rows), on_event=stop_after(2))
+    file = next((tmp_path / "run" / "checkpoints").glob("*/manifest.json"))
+    manifest = Manifest.from_text(file.read_text())
+    file.write_text(dataclasses.replace(manifest, identity=dataclasses.replace(manifest.identity, plan={})).to_text())
+    train(whole_recipe(tmp_path / "run", rows=rows), resume="auto")
+    assert weights(tmp_path / "run") == weights(whole)
 
 
 def test_dry_run_writes_nothing_and_fails_like_the_run(tmp_path: Path, rows: Path) -> None:

@@ -76,10 +76,8 @@ def run(
 
 
 def _summary(session: Session | None) -> dict[str, Any]:
-    """What run.json says, where there is something to say."""
-    if session is None or not session.owns_folder:
-        return {}
-    return session.rundir.read_summary()
+    """What run.json says or should say, where there is something to say."""
+    return session.summary if session is not None else {}
 
 
 def _interrupted(session: Session | None, *, exit_code: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,13 +10,17 @@ import torch
 from megatrain.errors import DISK_FAULTS, DiskError, DoesNotFit, MegatrainError
 from megatrain.optim.worker import OptimizerFailed
 
+_NO_THREAD = "can't start new thread"  # nor has Python
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # PyTorch has no class for it
 
 
-def machine_error(error: Exception) -> MegatrainError | None:
-    """What the machine lacks, if that is what the error says, or what the optimizer's thread died of."""
+def machine_error(error: Exception, *, folder: Path | None = None) -> MegatrainError | None:
+    """What the machine lacks, if that is what the error says, or what the optimizer's thread died of.
+
+    In the run's own `folder` every trouble with a file is somebody else's: what lies there was moved or replaced.
+    """
     if isinstance(error, OptimizerFailed) and isinstance(error.__cause__, Exception):
-        return machine_error(error.__cause__)
+        return machine_error(error.__cause__, folder=folder)
     if isinstance(error, torch.OutOfMemoryError):
         return DoesNotFit(
             f"the device ran out of memory: {str(error).splitlines()[0]}",
@@ -23,9 +28,18 @@ def machine_error(error: Exception) -> MegatrainError | None:
         )
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)):
         return DoesNotFit("host memory is exhausted", hint="lower memory.micro_batch, or set memory.host")
-    if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+    if isinstance(error, RuntimeError) and _NO_THREAD in str(error):
+        return DoesNotFit(
+            "this process may start no more threads",
+            hint="raise its limits (ulimit -u, ulimit -v, the container's pids), or lower memory.threads",
+        )
+    if isinstance(error, OSError) and (error.errno in DISK_FAULTS or _lies_in(folder, error.filename)):
         return DiskError(error.strerror or str(error), where=str(error.filename or "output.dir"))
     return None
+
+
+def _lies_in(folder: Path | None, name: object) -> bool:
+    return folder is not None and isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
 
 
 def error_object(error: Exception) -> dict[str, Any]:

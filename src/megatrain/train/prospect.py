@@ -98,7 +98,11 @@ def _plan(recipe: Recipe, *, config: PretrainedConfig, start: Start, console: Co
     if recipe.train.precision == "auto":
         train = recipe.train.model_copy(update={"precision": identity.precision})
         recipe = recipe.model_copy(update={"train": train})
-    before = MemoryPlan.from_dict(identity.plan)
+    try:
+        before = MemoryPlan.from_dict(identity.plan)
+    except (KeyError, TypeError):
+        console.note("the checkpoint's memory plan is of another version; planning anew")
+        return plan_run(recipe, config=config)
     try:
         planned = plan_run(recipe, config=config, resumed=before)
     except DoesNotFit:

@@ -43,6 +43,7 @@ class Session:
         self.recipe = recipe
         self.rundir = RunDir(Path(recipe.output.dir).expanduser())
         self.owns_folder = False  # what this process reports belongs in the folder
+        self.summary: dict[str, Any] = {}  # of a run that ended early: run.json, also where that cannot be written
         self._resume, self._console, self._stop = resume, console, stop
         self._begin_s = time.monotonic()
         self._trainer: Trainer | None = None
@@ -210,7 +211,7 @@ class Session:
             self._leave("interrupted", interrupt.exit_code)
             raise
         except Exception as error:
-            known = error if isinstance(error, MegatrainError) else machine_error(error)
+            known = error if isinstance(error, MegatrainError) else machine_error(error, folder=self.rundir.path)
             self._leave("error", known.exit_code if known else 1, error=error_object(known or error))
             if known is None or known is error:
                 raise
@@ -223,8 +224,9 @@ class Session:
             kept = f"; {report.checkpoint} is intact" if report.checkpoint else "; nothing was saved"
             self._console.note(f"stopped after step {report.steps}{kept}")
         if self.owns_folder:
+            self.summary = report.to_json()
             try:
-                self.rundir.write_summary(report.to_json())
+                self.rundir.write_summary(self.summary)
             except OSError as trouble:
                 self._console.warn(f"cannot write {self.rundir.summary}: {trouble.strerror}")
 
