@@ -16,7 +16,7 @@ help:
 
 $(BIN)/megatrain: pyproject.toml constraints.txt setup.py $(wildcard src/megatrain/optim/kernel/*.cpp src/megatrain/optim/kernel/*.h)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
 setup: $(BIN)/megatrain
