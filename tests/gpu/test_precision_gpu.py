@@ -19,7 +19,8 @@ from megatrain.model.batch import IGNORE, MicroBatch
 from megatrain.model.skeleton import ModelSpec
 from megatrain.model.streamed import StreamedModel
 from megatrain.stream.device_cuda import CudaDevice, open_cuda
-from megatrain.stream.executor import Geometry, StreamingExecutor
+from megatrain.stream.executor import StreamingExecutor
+from megatrain.stream.step import Geometry
 
 pytestmark = pytest.mark.gpu
 

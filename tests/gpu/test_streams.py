@@ -24,7 +24,8 @@ from megatrain.optim.kernel import load_kernel
 from megatrain.optim.worker import OptimizerWorker
 from megatrain.stream.device import Event, StreamName
 from megatrain.stream.device_cuda import CudaDevice, open_cuda
-from megatrain.stream.executor import Geometry, StreamingExecutor
+from megatrain.stream.executor import StreamingExecutor
+from megatrain.stream.step import Geometry
 from megatrain.train.bench import fill_synthetic
 
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,8 @@ from megatrain.host.store import HostStore
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.worker import OptimizerWorker
 from megatrain.stream.device import CpuDevice, StreamName
-from megatrain.stream.executor import Geometry, StreamingExecutor
+from megatrain.stream.executor import StreamingExecutor
+from megatrain.stream.step import Geometry
 from megatrain.stream.tracing import TracedDevice
 
 LAYERS = 4

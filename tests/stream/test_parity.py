@@ -24,7 +24,8 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import load_kernel
 from megatrain.optim.worker import OptimizerWorker
 from megatrain.stream.device import CpuDevice
-from megatrain.stream.executor import Geometry, StepOutput, StreamingExecutor
+from megatrain.stream.executor import StreamingExecutor
+from megatrain.stream.step import Geometry, StepOutput
 
 ROWS, LENGTH, VOCABULARY = 2, 24, 128
 BETAS, EPS, DECAY, LR, CLIP = (0.9, 0.95), 1e-8, 0.1, 1e-3, 0.5

@@ -17,7 +17,8 @@ from megatrain.host.store import HostStore
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.worker import OptimizerFailed, OptimizerWorker
 from megatrain.stream.device import StreamName
-from megatrain.stream.executor import Geometry, StreamingExecutor
+from megatrain.stream.executor import StreamingExecutor
+from megatrain.stream.step import Geometry
 
 STEPS = 2
 INPUT_BYTES = B * S * D * 4

@@ -21,7 +21,7 @@ from whole import WORDS, curve, session, state, train, weights, whole_recipe, wr
 from megatrain.errors import DataError, DiskError, DoesNotFit, NonFinite, RecipeError, UsageError
 from megatrain.recipe import load_recipe, resolve_asset
 from megatrain.report.events import SaveReport, StepReport
-from megatrain.stream.executor import StepNumbers
+from megatrain.stream.step import StepNumbers
 from megatrain.train import prospect
 from megatrain.train.export import export_checkpoint
 from megatrain.train.manifest import Manifest

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from megatrain.cli.output import emit
 from megatrain.errors import UsageError
 from megatrain.recipe import Recipe, load_recipe
-from megatrain.report.trace import picture, write_chrome_trace
+from megatrain.report.trace import busy_s, copy_rate, picture, write_chrome_trace
 from megatrain.units import format_size
 
 if TYPE_CHECKING:
     from megatrain.train.baselines.runner import Baseline
-    from megatrain.train.bench import BenchReport
+    from megatrain.train.bench import BenchReport, StepTrace
 
 DEFAULT_STEPS = 5
 BARE_RECIPE = """\
@@ -65,9 +65,21 @@ def run(
         print(_text(report))
         if steps_trace is not None:
             print(picture(steps_trace.spans, start_s=steps_trace.start_s, end_s=steps_trace.end_s))
+            print(_rates(steps_trace))
         for other in others:
             print(_line(other, report=report))
     return 0
+
+
+def _rates(trace: StepTrace) -> str:
+    """How fast large copies ran, and how busy the compute stream was."""
+    parts = []
+    for lane in ("fetch", "send"):
+        rate = copy_rate(trace.spans, lane=lane)
+        if rate is not None:
+            parts.append(f"{lane} {rate / 1e9:.1f} GB/s inside copies")
+    share = busy_s(trace.spans, lane="compute") / max(s.end_s for s in trace.spans)
+    return "; ".join([*parts, f"compute busy {share:.1%} of two steps"])
 
 
 def _compared(other: Baseline, *, report: BenchReport) -> dict[str, object]:

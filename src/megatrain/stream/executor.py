@@ -8,8 +8,8 @@ Letters: M micro-batches of a step; a micro-batch's hidden states are [B, S, D] 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -24,46 +24,11 @@ from megatrain.stream.device import Device, Event, StreamName
 from megatrain.stream.grads import GradientRing, GradientSum
 from megatrain.stream.ring import Updates, WeightRing
 from megatrain.stream.schedule import Do, Op, StepShape, check, plan_step
+from megatrain.stream.step import Geometry, StepNumbers, StepOutput
 
 if TYPE_CHECKING:
     from megatrain.model.passes import Pass
     from megatrain.model.streamed import StreamedModel
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes that the executor allocates for; the memory plan decides them."""
-
-    micro_batches: int  # most micro-batches of one step
-    slots: int
-    grad_buffers: int
-    load_buffers: int  # 0: activations stay on the device
-    head_chunk: int  # tokens of logits alive at once
-    input_bytes: int  # of one micro-batch's stored input, at most
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    """What a step computed, read back once."""
-
-    loss: float  # mean cross-entropy over the step's supervised tokens
-    aux_loss: float | None  # router loss before its coefficient
-    grad_norm: float  # global 2-norm of the summed gradient, before clipping
-    exposed_transfer_s: float  # compute stood still for a copy
-    exposed_optimizer_s: float  # compute stood still for an update
-
-    @property
-    def finite(self) -> bool:
-        total = self.loss + self.grad_norm + (self.aux_loss or 0.0)
-        return total - total == 0.0
-
-
-@dataclass(frozen=True)
-class StepOutput:
-    """A step that is enqueued: its gradients in the order of the update, and its numbers."""
-
-    gradients: tuple[UnitGradient, ...]
-    result: Callable[[], StepNumbers]  # waits for the device
 
 
 class _Step:

@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -22,7 +21,6 @@ from megatrain.host.initial import init_random
 from megatrain.host.store import HostStore
 from megatrain.host.weights import fetch, load_pretrained
 from megatrain.model.attention import VARLEN
-from megatrain.model.batch import MicroBatch
 from megatrain.model.skeleton import ModelSpec, load_config
 from megatrain.model.streamed import StreamedModel
 from megatrain.optim.adamw import AdamW
@@ -34,7 +32,9 @@ from megatrain.plan.memory import CONTEXT_BYTES, Limits, MemoryPlan, plan
 from megatrain.recipe import Recipe, resolve_asset
 from megatrain.stream.device import CpuDevice, Device
 from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name, open_cuda, vram_free_bytes
-from megatrain.stream.executor import Geometry, StreamingExecutor
+from megatrain.stream.executor import StreamingExecutor
+from megatrain.stream.step import Geometry
+from megatrain.train.evaluation import evaluation_groups
 from megatrain.train.run import Run
 from megatrain.train.signals import PolledUpdates, StopFlag
 
@@ -214,7 +214,7 @@ def build_run(
             seed=recipe.train.seed,
             pad_multiple=pad_multiple,
         ),
-        eval_batches=_eval_batches(prepared, recipe=recipe, plan=chosen, pad_multiple=pad_multiple),
+        eval_batches=evaluation_groups(prepared, recipe=recipe, plan=chosen, pad_multiple=pad_multiple),
         tokenizer=tokenizer,
         plan=chosen,
     )
@@ -274,41 +274,3 @@ def _precision(recipe: Recipe, *, on_cuda: bool) -> torch.dtype:
         case "bf16":
             return torch.bfloat16
     return torch.bfloat16 if on_cuda else torch.float32
-
-
-class _EvalGroups(Sequence[Sequence[MicroBatch]]):
-    """Evaluation rows in the order of the files, made when they are asked for."""
-
-    def __init__(self, loader: Loader, *, rows: int) -> None:
-        self._loader, self._rows = loader, rows
-
-    def __len__(self) -> int:
-        return self._loader.steps_in_epoch(0)
-
-    @overload
-    def __getitem__(self, index: int) -> Sequence[MicroBatch]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sequence[MicroBatch]]: ...
-    def __getitem__(self, index: int | slice) -> Sequence[MicroBatch] | Sequence[Sequence[MicroBatch]]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self._loader.step_batch(0, index).micro_batches(self._rows)
-
-
-def _eval_batches(
-    prepared: Prepared, *, recipe: Recipe, plan: MemoryPlan, pad_multiple: int
-) -> Sequence[Sequence[MicroBatch]]:
-    if prepared.eval is None:
-        return ()
-    loader = Loader(
-        prepared.eval,
-        batch_size=plan.micro_batch * plan.micro_batches,
-        max_seq_len=recipe.data.max_seq_len,
-        packing=recipe.data.packing,
-        shuffle=False,
-        seed=recipe.train.seed,
-        pad_multiple=pad_multiple,
-    )
-    return _EvalGroups(loader, rows=plan.micro_batch)

@@ -16,7 +16,7 @@ from megatrain.optim.worker import OptimizerFailed
 from megatrain.report.events import EvalReport, SkipReport, StepReport
 from megatrain.report.journal import Journal
 from megatrain.report.process import host_peak_bytes
-from megatrain.stream.executor import StepNumbers
+from megatrain.stream.step import StepNumbers
 from megatrain.train.checkpoint import CheckpointWriter
 from megatrain.train.intervals import Interval
 from megatrain.train.run import Run, StepRows

@@ -1,0 +1,44 @@
+"""What goes into the executor and what comes out of it: sizes, and a step's gradients and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatrain.host.gradient import UnitGradient
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that the executor allocates for; the memory plan decides them."""
+
+    micro_batches: int  # most micro-batches of one step
+    slots: int
+    grad_buffers: int
+    load_buffers: int  # 0: activations stay on the device
+    head_chunk: int  # tokens of logits alive at once
+    input_bytes: int  # of one micro-batch's stored input, at most
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a step computed, read back once."""
+
+    loss: float  # mean cross-entropy over the step's supervised tokens
+    aux_loss: float | None  # router loss before its coefficient
+    grad_norm: float  # global 2-norm of the summed gradient, before clipping
+    exposed_transfer_s: float  # compute stood still for a copy
+    exposed_optimizer_s: float  # compute stood still for an update
+
+    @property
+    def finite(self) -> bool:
+        total = self.loss + self.grad_norm + (self.aux_loss or 0.0)
+        return total - total == 0.0
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """A step that is enqueued: its gradients in the order of the update, and its numbers."""
+
+    gradients: tuple[UnitGradient, ...]
+    result: Callable[[], StepNumbers]  # waits for the device
