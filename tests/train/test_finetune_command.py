@@ -66,6 +66,8 @@ def test_json_of_a_run_a_refusal_and_a_finished_run(
 
     assert command("export", str(tmp_path / "run"), str(tmp_path / "out"), "--json") == 0
     assert last_line(capsys)["step"] == done["steps"]
+    assert command("export", str(tmp_path / "run"), str(tmp_path / "out"), "--json") == 2
+    assert last_line(capsys)["error"]["message"] == "holds a model already"
     assert command("export", str(tmp_path / "rows.jsonl"), str(tmp_path / "out2"), "--json") == 2
     assert last_line(capsys)["error"]["kind"] == "usage"
     assert command("export", str(tmp_path / "absent"), str(tmp_path / "out2"), "--json") == 2

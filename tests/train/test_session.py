@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from whole import WORDS, curve, session, state, train, weights, whole_recipe, write_rows
 
 from megatrain.errors import DataError, DiskError, DoesNotFit, NonFinite, RecipeError, UsageError
+from megatrain.plan.accounting import checkpoint_bytes
 from megatrain.recipe import load_recipe, resolve_asset
 from megatrain.report.events import SaveReport, StepReport
 from megatrain.stream.step import StepNumbers
 from megatrain.train import prospect
+from megatrain.train.build import read_config
 from megatrain.train.export import export_checkpoint
 from megatrain.train.manifest import Manifest
 from megatrain.train.rundir import RunDir
@@ -392,3 +395,21 @@ def test_saves_are_reported_where_they_are(tmp_path: Path, rows: Path) -> None:
     )
     assert [Path(event.path).name for event in saved][:2] == ["step-000002", "step-000004"]
     assert all(event.bytes > 1_000_000 for event in saved)
+
+
+def test_a_checkpoint_is_counted_to_the_byte_before_weights_are_read(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan's figure is that of the files, and a disk without that room is refused by the dry run too."""
+    train(whole_recipe(tmp_path / "run", rows=rows))
+    planned = prospect.plan_run(recipe := whole_recipe(tmp_path / "run", rows=rows), config=read_config(recipe))
+    written = max((tmp_path / "run" / "checkpoints").iterdir())
+    tensors = 0
+    for file in written.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            tensors += sum(opened.get_tensor(name).nbytes for name in opened.keys())  # noqa: SIM118
+    assert checkpoint_bytes(planned.model.sizes) == tensors
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2_000_000))
+    with pytest.raises(DiskError, match="checkpoint"):
+        session(whole_recipe(tmp_path / "other", rows=rows)).dry_run()

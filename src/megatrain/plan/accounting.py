@@ -113,6 +113,11 @@ def host_bytes(sizes: ModelSizes) -> dict[str, int]:
     }
 
 
+def checkpoint_bytes(sizes: ModelSizes) -> int:
+    """Bytes of tensors in one checkpoint: all of the store but the gradients."""
+    return sum(nbytes for purpose, nbytes in host_bytes(sizes).items() if purpose != "gradients")
+
+
 def _activation_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
     return len(sizes.layers) * chosen.micro_batches * chosen.input_bytes
 

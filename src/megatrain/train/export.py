@@ -79,6 +79,8 @@ def export_checkpoint(
     identity = checkpoint.manifest.identity
     recipe = recipe_from_dict(identity.recipe, source=str(checkpoint.path))
     refuse_foreign(out, source=_source(recipe))  # before anything is read
+    if out.is_dir() and any(out.iterdir()):
+        raise UsageError("holds a model already", where=str(out), hint="choose another folder, or remove this one")
     spec = ModelSpec(
         config=read_config(recipe),
         attention=recipe.model.attention,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import DiskError, MegatrainError, UsageError
+from megatrain.plan.accounting import checkpoint_bytes
 from megatrain.recipe import Recipe
 from megatrain.report.console import Console
 from megatrain.report.events import RunReport
@@ -59,6 +60,7 @@ class Session:
         if start.finished:
             return {"status": "dry-run", "exit_code": 0, "finished": True}
         prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
+        self._check_planned_disk(prospect, start=start)
         plan = prospect.planned.plan
         return {
             "status": "dry-run",
@@ -88,6 +90,7 @@ class Session:
 
     def _train(self, start: Start) -> None:
         prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
+        self._check_planned_disk(prospect, start=start)
         run, state, origin = self._build(prospect, start=start)
         self._run = run
         self._check_disk(run, start=start, left=prospect.total_steps - state.step)
@@ -175,11 +178,29 @@ class Session:
 
     # -- checks and words ---------------------------------------------------------------------------------
 
+    def _check_planned_disk(self, prospect: Prospect, *, start: Start) -> None:
+        """The same before a byte of weights is read: the checkpoint exactly, the export at two bytes a parameter."""
+        sizes = prospect.planned.model.sizes
+        done = start.candidates[0].state.step if start.candidates else 0
+        one = checkpoint_bytes(sizes) if prospect.total_steps > done else 0
+        self._check_room(one, export=2 * sizes.params_total if self.recipe.output.export else 0, start=start)
+
     def _check_disk(self, run: Run, *, start: Start, left: int) -> None:
         """Room for one checkpoint and the export, before the first step."""
         one = state_bytes(run.store) if left > 0 else 0
         export = export_bytes(run, dtype=self.recipe.output.export_dtype) if self.recipe.output.export else 0
-        free = shutil.disk_usage(self.rundir.path).free + (_size(self.rundir.path) if start.replaces else 0)
+        free = self._check_room(one, export=export, start=start)
+        many = (self.recipe.output.keep + 1) * one + export
+        if self.recipe.train.save_every is not None and free < many:
+            self._console.warn(
+                f"output.keep={self.recipe.output.keep} takes up to {format_size(many)} of disk, "
+                f"and {format_size(free)} are free"
+            )
+
+    def _check_room(self, one: int, *, export: int, start: Start) -> int:
+        """Bytes free for this run. Raises DiskError if a checkpoint and the export do not fit in them."""
+        there = next(p for p in (self.rundir.path, *self.rundir.path.absolute().parents) if p.exists())
+        free = shutil.disk_usage(there).free + (_size(self.rundir.path) if start.replaces else 0)
         if free < one + export:
             raise DiskError(
                 f"a checkpoint ({format_size(one)}) and the exported model ({format_size(export)}) are to be written, "
@@ -187,12 +208,7 @@ class Session:
                 where=str(self.rundir.path),
                 hint="make room, or choose another disk with --output-dir",
             )
-        many = (self.recipe.output.keep + 1) * one + export
-        if self.recipe.train.save_every is not None and free < many:
-            self._console.warn(
-                f"output.keep={self.recipe.output.keep} takes up to {format_size(many)} of disk, "
-                f"and {format_size(free)} are free"
-            )
+        return free
 
     def _tell(self, start: Start) -> None:
         for warning in start.warnings:
