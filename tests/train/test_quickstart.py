@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_the_quickstart_improves_perplexity_and_the_export_has_it(tmp_path: Path) -> None:
-    """A third of its steps, exported as it was trained; scripts/sample.py measures in a process of its own."""
+    """Half of its steps, exported as it was trained; scripts/sample.py measures in a process of its own."""
     folder = tmp_path / "run"
     overrides = ("train.steps=50", "output.export_dtype=fp32", "memory.device=cpu")
     options = [word for override in overrides for word in ("--set", override)]
