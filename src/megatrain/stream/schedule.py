@@ -71,7 +71,8 @@ def _compute(shape: StepShape) -> list[Op]:
             if shape.train and shape.load_buffers:
                 ops.append(Op(Do.SAVE, unit, m))
             ops.append(Op(Do.FORWARD, unit, m))
-    ops.append(Op(Do.AUX, shape.tail))
+    if shape.train:
+        ops.append(Op(Do.AUX, shape.tail))
     ops += [Op(Do.LOSS, shape.tail, m) for m in every]
     if not shape.train:
         return [*ops, Op(Do.FREE, shape.tail), Op(Do.FREE, 0)]
