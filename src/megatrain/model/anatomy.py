@@ -35,6 +35,11 @@ class Anatomy:
     stem_in_layers: bool  # layers read stem tensors (shared across layers)
 
     @property
+    def stem_shared(self) -> bool:
+        """Whether others read stem tensors too: its gradient sum then lives beside theirs, from the loss on."""
+        return self.stem_in_tail or self.stem_in_layers
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         """In store order, which is also the order of the optimizer: what the next forward needs first."""
         return (self.stem, *self.layers, self.tail)

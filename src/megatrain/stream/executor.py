@@ -81,8 +81,8 @@ class StreamingExecutor:
     def _allocate_sums(self) -> dict[int, GradientSum]:
         """One fp32 block for the layers, one for the tail; the stem's own only where both live at once."""
         layer_flat = self._device.buffer(max(x.unit.layout.elems for x in self._store.layers), dtype=torch.float32)
-        stem, tail, anatomy = self._store.stem, self._store.tail, self._model.anatomy
-        apart = anatomy.stem_in_tail or anatomy.stem_in_layers
+        stem, tail = self._store.stem, self._store.tail
+        apart = self._model.anatomy.stem_shared
         sizes = (stem.unit.layout.elems, tail.unit.layout.elems)
         tail_flat = self._device.buffer(sizes[1] if apart else max(sizes), dtype=torch.float32)
         stem_flat = self._device.buffer(sizes[0], dtype=torch.float32) if apart else tail_flat
@@ -123,7 +123,7 @@ class StreamingExecutor:
         self._device.rng.seed(seed)
         step = _Step(batches, denominator=sum(b.supervised for b in batches))
         self._ring.blocked_s = 0.0
-        if self._model.anatomy.stem_in_tail or self._model.anatomy.stem_in_layers:
+        if self._model.anatomy.stem_shared:
             self._sums[0].open()
         self._run(self._plan(len(batches), True), step)
         assert step.numbers_home is not None
@@ -161,7 +161,7 @@ class StreamingExecutor:
             case Do.FORWARD:
                 self._forward(step, op.unit, m, keep=training and not self._geometry.load_buffers)
             case Do.AUX:
-                step.aux = self._model.aux_loss(step.passes, grad=training)
+                step.aux = self._model.aux_loss(step.passes, grad=True)
             case Do.LOSS:
                 self._loss(step, m, training=training)
             case Do.LOAD:
@@ -257,8 +257,7 @@ class StreamingExecutor:
                 total.add(entry.name, value)
 
     def _unembed(self, step: _Step, m: int) -> None:
-        anatomy = self._model.anatomy
-        if m == 0 and not (anatomy.stem_in_tail or anatomy.stem_in_layers):
+        if m == 0 and not self._model.anatomy.stem_shared:
             self._sums[0].open()
         gradient = step.gradient[m]
         assert gradient is not None

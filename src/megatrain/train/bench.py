@@ -18,8 +18,10 @@ from megatrain.model.batch import IGNORE, MicroBatch
 from megatrain.report.process import host_peak_bytes
 from megatrain.stream.tracing import Span, TracedDevice
 from megatrain.train.build import Planned, Rooms, build_rooms
+from megatrain.train.trainer import clip_factor
 
 LEARNING_RATE = 1e-5
+MAX_GRAD_NORM = 1.0
 WARMUP_STEPS = 2
 PATTERN = 1 << 22
 """Random numbers that fill the weights over and over: drawing billions would take longer than the benchmark."""
@@ -110,7 +112,7 @@ def run_steps(rooms: Rooms, planned: Planned, *, count: int) -> Iterator[BenchSt
         began = time.perf_counter()
         output = rooms.executor.train_step(synthetic_batches(planned, seed=number % 2), seed=number)
         numbers = output.result()
-        clip = min(1.0, 1.0 / (numbers.grad_norm + 1e-6))
+        clip = clip_factor(numbers.grad_norm, limit=MAX_GRAD_NORM)
         rooms.worker.submit(number + 1, output.gradients, lr=LEARNING_RATE, clip=clip)
         yield BenchStep(
             step_s=time.perf_counter() - began,

@@ -101,7 +101,6 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
     if recipe.data.packing:
         model.check_packing()
     threads = recipe.memory.threads
-    anatomy = model.anatomy
     chosen = plan(
         model.sizes,
         memory=recipe.memory,
@@ -114,7 +113,7 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
             threads=optimizer_threads(threads if isinstance(threads, int) else None),
             context_bytes=device.context_bytes if isinstance(device, CudaDevice) else CONTEXT_BYTES,
         ),
-        stem_shared=anatomy.stem_in_tail or anatomy.stem_in_layers,
+        stem_shared=model.anatomy.stem_shared,
         dense_masks=model.attention != VARLEN,
         kept=resumed,
     )

@@ -6,16 +6,13 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from megatrain.train.baselines.work import (
-    CLIP,
     LEARNING_RATE,
     build_model,
-    loss_of,
     measure,
-    micro_batch,
+    plain_step,
     work_from_arguments,
 )
 
@@ -27,7 +24,6 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1)
     torch.cuda.set_device(0)
     model = build_model(work, device="cpu").float()
-    vocabulary = model.config.vocab_size
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy(pin_memory=True)
     for layer in model.model.layers:
@@ -38,21 +34,7 @@ def main() -> None:
             if buffer is not None:
                 buffer_owner._buffers[name] = buffer.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-
-    def step(number: int) -> float:
-        total = torch.zeros((), device="cuda")
-        for m in range(work.micro_batches):
-            loss = loss_of(
-                model, micro_batch(work, seed=1000 * number + m, vocabulary=vocabulary), parts=work.micro_batches
-            )
-            torch.autograd.backward(loss)
-            total = total + loss.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return float(total)
-
-    measure(work, name="fsdp", step=step)
+    measure(work, name="fsdp", step=lambda number: plain_step(work, model=model, optimizer=optimizer, number=number))
     dist.destroy_process_group()
 
 

@@ -70,6 +70,20 @@ def loss_of(model: nn.Module, ids: Tensor, *, parts: int) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()) / parts
 
 
+def plain_step(work: Work, *, model: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """Accumulate, clip, update, as a plain PyTorch loop does; returns the step's loss."""
+    total = torch.zeros((), device="cuda")
+    for m in range(work.micro_batches):
+        ids = micro_batch(work, seed=1000 * number + m, vocabulary=model.config.vocab_size)
+        loss = loss_of(model, ids, parts=work.micro_batches)
+        torch.autograd.backward(loss)
+        total = total + loss.detach()
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(total)
+
+
 def measure(work: Work, *, name: str, step: Callable[[int], float]) -> None:
     """Warm up, time, print. `step(number)` runs one optimizer step and returns its loss."""
     losses = [step(n) for n in range(WARMUP_STEPS)]
