@@ -13,7 +13,7 @@ import pytest
 
 from megatrain.errors import DoesNotFit
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
-from megatrain.plan.accounting import MemoryPlan, host_bytes
+from megatrain.plan.accounting import MemoryPlan, checkpoint_bytes, host_bytes
 from megatrain.plan.hardware import DeviceMemory, HostMemory, Limit
 from megatrain.plan.memory import HOST_RESERVE, Limits, plan
 
@@ -111,6 +111,18 @@ def test_the_store_takes_fourteen_bytes_a_parameter() -> None:
     fp32 = host_bytes(TINY)
     assert fp32.pop("step counts") + sum(fp32.values()) == 16 * TINY.params_total + 8 * 9 * 6
     assert fp32["low halves of the masters"] == 0
+
+
+def test_bf16_moments_take_ten_bytes_a_parameter() -> None:
+    table = host_bytes(SEVEN_B, moment_bytes=2)
+    assert sum(table.values()) - table["step counts"] == 10 * SEVEN_B.params_total
+    wide = make()
+    slim = plan(
+        SEVEN_B, memory=Settings(), batch_size=32, seq_len=2048, packed=False, limits=limits(), dense_masks=False,
+        moment_bytes=2,
+    )  # fmt: skip
+    assert slim.host == wide.host | {"optimizer moments": wide.host["optimizer moments"] // 2}
+    assert checkpoint_bytes(SEVEN_B) - checkpoint_bytes(SEVEN_B, moment_bytes=2) == slim.host["optimizer moments"]
 
 
 def test_persistent_buffers_travel_with_the_weights_but_have_no_gradient() -> None:

@@ -81,18 +81,20 @@ def account(
     context_bytes: int,
     process_bytes: int,
     reserve: int,
+    moment_bytes: int = 4,
 ) -> MemoryPlan:
     """The plan with both tables filled in, and the head chunk where it is 0.
 
     stem_shared: the tail or the layers read stem tensors too, so that its gradient sum lives beside theirs.
     dense_masks: the attention in use is given a mask of seq_len^2 bytes a row. context_bytes: 0 on the CPU.
     process_bytes: what the process holds before it allocates. reserve: left to the system.
+    moment_bytes: per element of each of the optimizer's two moments.
     """
     chosen = replace(chosen, head_chunk=chosen.head_chunk or _head_chunk(chosen, sizes=sizes))
     device = _device_bytes(chosen, sizes=sizes, stem_shared=stem_shared)
     if dense_masks:
         device["attention masks"] = chosen.micro_batch * chosen.micro_batches * chosen.seq_len**2
-    host = host_bytes(sizes)
+    host = host_bytes(sizes, moment_bytes=moment_bytes)
     if chosen.activations == "host":
         host["activations"] = _activation_bytes(chosen, sizes=sizes)
     host["this process so far"] = process_bytes
@@ -101,21 +103,22 @@ def account(
     return replace(chosen, host=host | kept, device=device | extra)
 
 
-def host_bytes(sizes: ModelSizes) -> dict[str, int]:
+def host_bytes(sizes: ModelSizes, *, moment_bytes: int = 4) -> dict[str, int]:
     """The store: every unit's streamed half, the rest of its master, two moments, a gradient slab, step counts."""
     units = (sizes.stem, *sizes.layers, sizes.tail)
     return {
         "weights as streamed": sum(u.streamed_bytes for u in units),
         "low halves of the masters": sum(2 * u.bf16_elems for u in units),
-        "optimizer moments": sum(8 * u.elems for u in units),
+        "optimizer moments": sum(2 * moment_bytes * u.elems for u in units),
         "gradients": sum(u.param_bytes for u in units),
         "step counts": sum(8 * u.params for u in units),
     }
 
 
-def checkpoint_bytes(sizes: ModelSizes) -> int:
+def checkpoint_bytes(sizes: ModelSizes, *, moment_bytes: int = 4) -> int:
     """Bytes of tensors in one checkpoint: all of the store but the gradients."""
-    return sum(nbytes for purpose, nbytes in host_bytes(sizes).items() if purpose != "gradients")
+    table = host_bytes(sizes, moment_bytes=moment_bytes)
+    return sum(nbytes for purpose, nbytes in table.items() if purpose != "gradients")
 
 
 def _activation_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:

@@ -51,6 +51,7 @@ def plan(
     limits: Limits,
     stem_shared: bool = True,
     dense_masks: bool = True,
+    moment_bytes: int = 4,
     kept: MemoryPlan | None = None,
 ) -> MemoryPlan:
     """Choose the micro-batch and where activations wait. Raises DoesNotFit with the numbers and what to change.
@@ -58,6 +59,7 @@ def plan(
     batch_size: rows per step. seq_len: the longest row in tokens. stem_shared: the tail or the layers
     read tensors of the stem (a tied head). dense_masks: the attention in use needs a
     mask of seq_len^2 bytes for rows that are packed (several documents) or padded (several rows at once).
+    moment_bytes: per element of each of the optimizer's two moments.
     kept: the plan of a run that goes on; what decides rounding (micro-batch, head chunk) stays as it was.
     """
     host_limit, device_limit = _ceilings(memory, limits)
@@ -87,6 +89,7 @@ def plan(
             context_bytes=limits.context_bytes if limits.device is not None else 0,
             process_bytes=limits.host.process_bytes,
             reserve=_reserve(memory, host_limit),
+            moment_bytes=moment_bytes,
         )
         if chosen.fits:
             _check_available(chosen, memory=memory, limits=limits)
