@@ -1,6 +1,7 @@
 """One safetensors file per unit with all of its training state, straight from memory to disk and back.
 
-The checksum is the SHA-256 of the SHA-256s of header and pieces, so that threads can share the work.
+The checksum is the SHA-256 of the SHA-256s of header and pieces, so that threads can share the work; that of the
+weights is the same over the pieces of `lo` and `hi` alone.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from megatrain.host.tensor_file import (
 
 HASHED_BYTES = 16 << 20
 """Bytes of a tensor that are hashed together. Part of what the checksum means."""
+_MASTERS = ("lo", "hi")
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,23 @@ class FileRecord:
 
     bytes: int
     checksum: str  # hexadecimal
+    weights: str  # the same of the masters alone, whatever the optimizer keeps beside them
 
 
-def write_unit(path: Path, unit: HostUnit) -> FileRecord:
-    """Write a unit's weights, moments and step counts to a new file, forced to the disk. Raises OSError."""
+def write_unit(path: Path, unit: HostUnit, *, taken: Callable[[], None] = lambda: None) -> FileRecord:
+    """Write a unit's weights, moments and step counts to a new file, forced to the disk. Raises OSError.
+
+    `taken` is called when the kernel has every byte and the unit may change again; forcing them comes after that.
+    """
     tensors = _tensors(unit)
     slots = [Slot(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
     metadata = {"unit": unit.unit.name, "version": str(unit.version)}
     header = header_bytes(slots, metadata=metadata)
     with created(path) as fd:
         write_from(torch.frombuffer(bytearray(header), dtype=torch.uint8), fd=fd, offset=0)
-        checksum = _each_piece(tensors, header=header, move=lambda b, at: write_from(b, fd=fd, offset=at))
-    return FileRecord(len(header) + sum(s.nbytes for s in slots), checksum)
+        sums = _each_piece(tensors, header=header, move=lambda b, at: write_from(b, fd=fd, offset=at))
+        taken()
+    return FileRecord(len(header) + sum(s.nbytes for s in slots), sums.all, sums.weights)
 
 
 def read_unit(path: Path, unit: HostUnit) -> FileRecord:
@@ -82,11 +89,11 @@ def read_unit(path: Path, unit: HostUnit) -> FileRecord:
 
     fd = os.open(path, os.O_RDONLY)
     try:
-        checksum = _each_piece(tensors, header=os.pread(fd, start, 0), move=move)
+        sums = _each_piece(tensors, header=os.pread(fd, start, 0), move=move)
     finally:
         os.close(fd)
     unit.version = int(file.metadata["version"])
-    return FileRecord(size, checksum)
+    return FileRecord(size, sums.all, sums.weights)
 
 
 def _header(path: Path) -> TensorFile:
@@ -110,8 +117,14 @@ def _tensors(unit: HostUnit) -> dict[str, Tensor]:
     }
 
 
-def _each_piece(tensors: dict[str, Tensor], *, header: bytes, move: Callable[[Tensor, int], None]) -> str:
-    """Move every piece between memory and its place in the file, in threads. Returns the checksum of all."""
+@dataclass(frozen=True)
+class _Sums:
+    all: str
+    weights: str
+
+
+def _each_piece(tensors: dict[str, Tensor], *, header: bytes, move: Callable[[Tensor, int], None]) -> _Sums:
+    """Move every piece between memory and its place in the file, in threads."""
 
     def job(block: Tensor, at: int) -> bytes:
         move(block, at)
@@ -119,12 +132,14 @@ def _each_piece(tensors: dict[str, Tensor], *, header: bytes, move: Callable[[Te
 
     with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0))), thread_name_prefix="state") as pool:
         jobs, offset = [], len(header)
-        for tensor in tensors.values():
+        for name, tensor in tensors.items():
             flat = as_bytes(tensor)
             for start in range(0, flat.numel(), HASHED_BYTES):
-                jobs.append(pool.submit(job, flat[start : start + HASHED_BYTES], offset + start))
+                jobs.append((name, pool.submit(job, flat[start : start + HASHED_BYTES], offset + start)))
             offset += flat.numel()
-        whole = hashlib.sha256(hashlib.sha256(header).digest())
-        for done in jobs:
+        whole, weights = hashlib.sha256(hashlib.sha256(header).digest()), hashlib.sha256()
+        for name, done in jobs:
             whole.update(done.result())
-    return whole.hexdigest()
+            if name in _MASTERS:
+                weights.update(done.result())
+    return _Sums(whole.hexdigest(), weights.hexdigest())
