@@ -91,21 +91,21 @@ class SpeedEstimate:
         return asdict(self) | derived
 
 
-def step_flops(sizes: ModelSizes, *, tokens: int, seq_len: int) -> float:
+def step_flops(sizes: ModelSizes, *, tokens: int, seq_len: float) -> float:
     """FLOP of one step as a rate in TFLOP/s or an MFU counts them: 6 per multiplied parameter and token, plus
     6 x layers x sequence x hidden a token for causal attention. Nothing that is recomputed."""
     attention = len(sizes.layers) * seq_len * sizes.hidden_numel_per_token
     return 6.0 * (_layer_params(sizes) + _head_params(sizes) + attention) * tokens
 
 
-def estimate(sizes: ModelSizes, *, plan: MemoryPlan, rates: Rates, tokens: int, moment_bytes: int = 8) -> SpeedEstimate:
-    """One step of `tokens` tokens, padding included. moment_bytes: of both AdamW moments of a parameter on the host."""
+def estimate(sizes: ModelSizes, *, plan: MemoryPlan, rates: Rates, tokens: int, moment_bytes: int = 4) -> SpeedEstimate:
+    """One step of `tokens` tokens, padding included. moment_bytes: of an element of each of the two moments."""
     resident = getattr(plan, "resident", 0)
     work = _Work(sizes, plan=plan, rates=rates, tokens=tokens)
     units = (sizes.stem, *sizes.layers, sizes.tail)
     update = [_update_s(unit, rates=rates, moment_bytes=moment_bytes) for unit in units]
     optimizer_s = sum(update[resident:])
-    device_update_s = sum(_update_bytes(u, moment_bytes=8) for u in units[:resident]) / rates.device_bytes
+    device_update_s = sum(_update_bytes(u, moment_bytes=moment_bytes) for u in units[:resident]) / rates.device_bytes
     forward_s, head_s, backward_s = work.forward_s(), work.head_s(), work.backward_s()
     start_s = _start_s(units, rates=rates, update=update) if resident < 1 else 0.0
     forward_link, backward_link = _links(sizes, plan=plan, resident=resident)
@@ -236,7 +236,7 @@ def _update_s(unit: UnitSizes, *, rates: Rates, moment_bytes: int) -> float:
 def _update_bytes(unit: UnitSizes, *, moment_bytes: int) -> int:
     """Master in halves read and written (8), gradient read (2); in fp32: 8 and 4. Moments read and written."""
     in_fp32 = unit.elems - unit.bf16_elems
-    return (10 + 2 * moment_bytes) * unit.bf16_elems + (12 + 2 * moment_bytes) * in_fp32
+    return (10 + 4 * moment_bytes) * unit.bf16_elems + (12 + 4 * moment_bytes) * in_fp32
 
 
 def _start_s(units: tuple[UnitSizes, ...], *, rates: Rates, update: list[float]) -> float:
