@@ -27,7 +27,7 @@ def tell_everything(console: Console) -> None:
     console.warn("one row was refused")
     console.begin(first_step=1, total_steps=4)
     console.step(step(1))
-    console.skipped(SkipReport(2, 0.2, 0.0, float("nan"), 1.0, 1e-5, 10, 5, "the loss is nan"))
+    console.skipped(SkipReport(2, 0.2, 0.0, float("nan"), 1.0, 1e-5, 10, 5, "the loss is nan", ("a: row 1",), ("tail",)))
     console.evaluated(evaluation(2))
     console.saved(save(2))
     console.step(step(3))

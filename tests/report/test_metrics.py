@@ -39,7 +39,16 @@ def evaluation(k: int) -> EvalReport:
 
 
 def save(k: int) -> SaveReport:
-    return SaveReport(step=k, epoch=k / 10, time=1000.0 + k, path=f"step-{k:06}", bytes=10, save_s=0.1)
+    return SaveReport(
+        step=k,
+        epoch=k / 10,
+        time=1000.0 + k,
+        path=f"step-{k:06}",
+        bytes=10,
+        save_s=0.1,
+        stall_s=0.0,
+        weights_sha256="ab",
+    )
 
 
 def open_log(path: Path, warnings: list[str]) -> MetricsLog:
@@ -70,7 +79,9 @@ def test_a_train_line_has_the_contracts_keys_at_full_precision(tmp_path: Path) -
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
-    skip = SkipReport(3, 0.3, 1003.0, float("nan"), float("inf"), 1e-5, 100, 40, "the loss is nan")
+    skip = SkipReport(
+        3, 0.3, 1003.0, float("nan"), float("inf"), 1e-5, 100, 40, "the loss is nan", ("a: row 1",), ("tail",)
+    )
     write(tmp_path / "m", skip, step(4, loss=float("nan")))
     text = (tmp_path / "m").read_text()
     first, second = (json.loads(line, parse_constant=pytest.fail) for line in text.splitlines())

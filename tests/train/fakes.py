@@ -24,7 +24,9 @@ from megatrain.report.console import Console
 from megatrain.report.events import EvalReport, SaveReport, SkipReport, StepReport
 from megatrain.report.journal import Journal
 from megatrain.report.metrics import MetricsLog, read_metrics
-from megatrain.train.checkpoint import CheckpointWriter
+from megatrain.stream.step import StepParts
+from megatrain.train.checkpoint_writer import CheckpointWriter
+from megatrain.train.gate import UnitGate
 from megatrain.train.intervals import total_steps
 from megatrain.train.manifest import Identity
 from megatrain.train.run import Run
@@ -76,6 +78,9 @@ class FakeRows:
     def micro_batches(self, rows: int) -> Sequence[Any]:
         return (self,)
 
+    def origins(self, rows: int) -> Sequence[Sequence[str]]:
+        return ((f"rows.jsonl: row {10 * self.epoch + self.index + 1}",),)
+
 
 class FakeLoader:
     def steps_in_epoch(self, epoch: int) -> int:
@@ -103,6 +108,7 @@ class FakeNumbers:
 class FakeOutput:
     gradients: tuple[UnitGradient, ...]
     result: Callable[[], FakeNumbers]
+    parts: Callable[[], StepParts]
 
 
 @dataclass
@@ -115,6 +121,8 @@ class FakeExecutor:
     on_step: Callable[[int], None] = lambda call: None
     on_evaluate: Callable[[], None] = lambda: None
     calls: int = 0
+    homecomings: int = 0
+    unit_norms: dict[int, float] = field(default_factory=dict)  # what `parts` says of these units
     rows: list[tuple[int, int]] = field(default_factory=list)
 
     def train_step(self, batches: Sequence[Any], *, seed: int) -> FakeOutput:
@@ -132,7 +140,11 @@ class FakeExecutor:
                 gradient.copy_(torch.randn(gradient.shape, generator=generator) * float(total).__abs__() ** 0.5)
         numbers = self.spoil.get(self.calls, FakeNumbers(float(total), float(total) ** 0.5))
         gradients = tuple(UnitGradient(u.unit.index, lambda: None, None) for u in self.store.units)
-        return FakeOutput(gradients, lambda: numbers)
+        norms = dict.fromkeys(range(len(self.store.units)), numbers.grad_norm) | self.unit_norms
+        return FakeOutput(gradients, lambda: numbers, lambda: StepParts((numbers.loss,), norms))
+
+    def bring_home(self) -> None:
+        self.homecomings += 1
 
     def evaluate(self, batches: Sequence[Any]) -> tuple[float, int]:
         self.on_evaluate()
@@ -241,7 +253,8 @@ def stage(
         never_decay=frozenset(),
         kernel=None,
     )
-    worker, console, stop = OptimizerWorker(optimizer, store=store), RecordingConsole(), StopFlag()
+    gate, console, stop = UnitGate(), RecordingConsole(), StopFlag()
+    worker = OptimizerWorker(optimizer, store=store, before_unit=gate.before, after_unit=gate.after)
     executor = FakeExecutor(store, worker)
     run = cast(
         Run,
@@ -249,6 +262,7 @@ def stage(
             recipe=recipe,
             store=store,
             worker=worker,
+            gate=gate,
             executor=executor,
             loader=FakeLoader(),
             eval_batches=[[None, None]] * eval_groups,

@@ -15,8 +15,9 @@ from fakes import IDENTITY, RecordingConsole, bits, stage, tiny_store
 
 from megatrain.errors import DiskError
 from megatrain.host.store import HostStore
-from megatrain.train import checkpoint
-from megatrain.train.checkpoint import Checkpoint, CheckpointWriter, find_checkpoints, state_bytes
+from megatrain.train import checkpoint_writer
+from megatrain.train.checkpoint import Checkpoint, find_checkpoints, state_bytes
+from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.manifest import Damaged, Manifest
 from megatrain.train.signals import StopFlag
 from megatrain.train.state import TrainState
@@ -188,7 +189,7 @@ def test_killed_at_any_point_leaves_the_previous_one(
         if point == "rename":
             patch.setattr(Path, "rename", kill)
         else:
-            patch.setattr(checkpoint, "write_unit" if point == "write_unit" else "_force", kill)
+            patch.setattr(checkpoint_writer, "write_unit" if point == "write_unit" else "_force", kill)
         with pytest.raises(Killed):
             made.save(TrainState(step=2))
     assert ".step-000002.partial" in names(tmp_path)
@@ -201,14 +202,14 @@ def test_killed_at_any_point_leaves_the_previous_one(
 
 
 def failing(times: int, error: int) -> Callable[..., Any]:
-    real, left = checkpoint.write_unit, [times]
+    real, left = checkpoint_writer.write_unit, [times]
 
-    def write_unit(path: Path, unit: Any) -> Any:
+    def write_unit(path: Path, unit: Any, **options: Any) -> Any:
         if left[0] and unit.unit.index == 2:
             left[0] -= 1
             path.write_bytes(b"half")
             raise OSError(error, os.strerror(error))
-        return real(path, unit)
+        return real(path, unit, **options)
 
     return write_unit
 
@@ -217,7 +218,7 @@ def failing(times: int, error: int) -> Callable[..., Any]:
 def test_a_disk_that_recovers_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     made = writer(tmp_path, waits=(0.01, 0.01, 0.01))
     made.save(TrainState(step=1))
-    monkeypatch.setattr(checkpoint, "write_unit", failing(2, error))
+    monkeypatch.setattr(checkpoint_writer, "write_unit", failing(2, error))
     made.save(TrainState(step=2))
     assert names(tmp_path) == ["step-000001", "step-000002"]
     warnings = [text for text in made.console.told if text.startswith("warning")]
@@ -228,7 +229,7 @@ def test_a_disk_that_recovers_is_waited_for(tmp_path: Path, monkeypatch: pytest.
 def test_a_disk_that_stays_full_keeps_the_old_one_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = writer(tmp_path, waits=(0.01,), keep=1)
     made.save(TrainState(step=1))
-    monkeypatch.setattr(checkpoint, "write_unit", failing(9, errno.ENOSPC))
+    monkeypatch.setattr(checkpoint_writer, "write_unit", failing(9, errno.ENOSPC))
     with pytest.raises(DiskError, match=r"step 2 .*No space left on device.*step-000001 is intact") as caught:
         made.save(TrainState(step=2))
     assert caught.value.exit_code == 3
@@ -239,7 +240,7 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch
     made = writer(tmp_path)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    monkeypatch.setattr(checkpoint, "write_unit", lambda *args: pytest.fail("written without space"))
+    monkeypatch.setattr(checkpoint_writer, "write_unit", lambda *args, **options: pytest.fail("written without space"))
     with pytest.raises(DiskError, match=r"1000 bytes are free.*there is no earlier checkpoint"):
         made.save(TrainState(step=2))
 
@@ -254,7 +255,7 @@ def test_a_folder_that_vanished_is_made_again(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = writer(tmp_path, waits=(0.01, 600.0))
-    monkeypatch.setattr(checkpoint, "write_unit", failing(9, errno.ENOSPC))
+    monkeypatch.setattr(checkpoint_writer, "write_unit", failing(9, errno.ENOSPC))
     made.console.warn = lambda text: made._stop.request(15)
     with pytest.raises(DiskError):
         made.save(TrainState(step=2))

@@ -11,7 +11,7 @@ from fakes import IDENTITY, RecordingConsole, tiny_recipe, tiny_store
 
 from megatrain.errors import RecipeError, UsageError
 from megatrain.recipe import Recipe
-from megatrain.train.checkpoint import CheckpointWriter
+from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.resume import check_same_run, decide
 from megatrain.train.rundir import RunDir
 from megatrain.train.signals import StopFlag

@@ -46,11 +46,18 @@ class StepBatch:
         Unpacked rows are sorted by length first, so that each micro-batch is padded as little as possible and
         the largest comes first.
         """
+        return tuple(self._micro_batch(rows) for rows in self._cut(rows_per_micro))
+
+    def origins(self, rows_per_micro: int) -> tuple[tuple[str, ...], ...]:
+        """Where the documents of each of these micro-batches come from: "rows.jsonl: row 7"."""
+        documents = ([self.samples[i] for row in rows for i in row] for rows in self._cut(rows_per_micro))
+        return tuple(tuple(f"{sample.file}: row {sample.row}" for sample in part) for part in documents)
+
+    def _cut(self, rows_per_micro: int) -> list[list[Indices]]:
         rows = list(self.rows)
         if not self.packed:
             rows.sort(key=lambda row: -int(self._lengths(row).sum()))  # stable: equal lengths keep their order
-        cuts = range(0, len(rows), rows_per_micro)
-        return tuple(self._micro_batch(rows[cut : cut + rows_per_micro]) for cut in cuts)
+        return [rows[cut : cut + rows_per_micro] for cut in range(0, len(rows), rows_per_micro)]
 
     def _lengths(self, row: Indices) -> Indices:
         return self.samples.starts[row + 1] - self.samples.starts[row]

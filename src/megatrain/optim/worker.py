@@ -56,19 +56,26 @@ class OptimizerWorker:
         self._pending = [0] * len(store.units)  # submitted updates that are not done, by unit
         self._failure: OptimizerFailed | None = None
         self._inbox: queue.SimpleQueue[_StepUpdate | None] = queue.SimpleQueue()
-        self.last_update_s = 0.0  # seconds spent updating in the last finished step, waits for gradients excluded
+        self.last_update_s = 0.0  # seconds spent updating in the last finished step, all waits excluded
         self._thread: threading.Thread | None = None
         if not synchronous:
             self._thread = threading.Thread(target=self._serve, name="optimizer", daemon=True)
             self._thread.start()
 
     def submit(self, step: int, gradients: Sequence[UnitGradient], *, lr: float, clip: float) -> None:
-        """Queue an update, unit by unit in the order given: that in which the next forward needs them."""
-        update = _StepUpdate(step, tuple(gradients), lr, clip)
+        """Queue an update, unit by unit in the order given: that in which the next forward needs them.
+
+        Units that are resident on the device are updated by the caller's thread, on the device.
+        """
+        here = [gradient for gradient in gradients if gradient.resident is None]
+        update = _StepUpdate(step, tuple(here), lr, clip)
         with self._changed:
             self._raise_failure()
             for gradient in update.gradients:
                 self._pending[gradient.unit] += 1
+        for gradient in gradients:  # enqueued where the next forward will be, so it needs no waiting
+            if gradient.resident is not None:
+                self._optimizer.update(gradient.resident, lr=lr, clip=clip, touched=gradient.touched)
         if self._thread is None:
             self._apply(update)
             self._raise_failure()
@@ -108,8 +115,8 @@ class OptimizerWorker:
         for gradient in update.gradients:
             try:
                 gradient.wait()
-                begin = time.perf_counter()
                 self._before_unit(gradient.unit)
+                begin = time.perf_counter()
                 self._optimizer.update(
                     self._store.units[gradient.unit], lr=update.lr, clip=update.clip, touched=gradient.touched
                 )

@@ -33,6 +33,7 @@ class StepReport:
     exposed_transfer_s: float  # of step_s: waiting for the link
     vram_peak_bytes: int
     host_peak_bytes: int
+    loss_spike: float | None = None  # the threshold that the loss exceeds, if it does (train/spikes.py)
 
     @property
     def bound_by(self) -> str:
@@ -64,6 +65,8 @@ class SkipReport:
     tokens: int
     supervised_tokens: int
     reason: str
+    rows: tuple[str, ...]  # "file: row 7", of the micro-batches whose loss is not finite, else of the step
+    layers: tuple[str, ...]  # whose gradient is not finite, in the order of the backward
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,9 @@ class SaveReport:
     time: float
     path: str
     bytes: int
-    save_s: float  # the training stood still for this long
+    save_s: float  # from taking hold of the state to the last byte on the disk
+    stall_s: float  # of it: the optimizer or the trainer waited for the saver
+    weights_sha256: str | None  # of the master weights: equal in two runs whose weights are
 
 
 Event = StepReport | SkipReport | EvalReport | SaveReport
@@ -133,6 +138,7 @@ class RunReport:
     vram_peak_bytes: int
     host_peak_bytes: int
     checkpoint: str | None
+    weights_sha256: str | None  # of the checkpoint's master weights: equal in two runs whose weights are
     model: str | None
     versions: dict[str, str]
     error: dict[str, object] | None = field(default=None)

@@ -37,4 +37,4 @@ def eval_line(report: EvalReport) -> str:
 
 
 def save_line(report: SaveReport) -> str:
-    return f"saved {report.path}  {format_size(report.bytes)}  {report.save_s:.1f} s"
+    return f"saved {report.path}  {format_size(report.bytes)}  {report.save_s:.1f} s  waited for {report.stall_s:.1f} s"

@@ -24,7 +24,7 @@ from megatrain.stream.device import Device, Event, StreamName
 from megatrain.stream.grads import GradientRing, GradientSum
 from megatrain.stream.ring import Updates, WeightRing
 from megatrain.stream.schedule import Do, Op, StepShape, check, plan_step
-from megatrain.stream.step import Geometry, StepNumbers, StepOutput
+from megatrain.stream.step import Geometry, StepNumbers, StepOutput, StepParts
 
 if TYPE_CHECKING:
     from megatrain.model.passes import Pass
@@ -128,7 +128,11 @@ class StreamingExecutor:
         self._run(self._plan(len(batches), True), step)
         assert step.numbers_home is not None
         order = sorted(step.home)
-        return StepOutput(tuple(step.home[u] for u in order), partial(self._read_numbers, step, step.numbers_home))
+        return StepOutput(
+            tuple(step.home[u] for u in order),
+            result=partial(self._read_numbers, step, step.numbers_home),
+            parts=partial(self._read_parts, step, step.numbers_home),
+        )
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """(summed cross-entropy, supervised tokens) of any number of micro-batches, without dropout."""
@@ -139,6 +143,9 @@ class StreamingExecutor:
             self._run(self._plan(len(group), False), step)
             total += float(torch.stack(step.losses).sum(dtype=torch.float64))
         return total, sum(b.supervised for b in batches)
+
+    def bring_home(self) -> None:
+        """Make the host store current: called before a checkpoint or an export reads it. It always is."""
 
     def _run(self, plan: Sequence[Op], step: _Step) -> None:
         training = any(op.do is Do.BACKWARD for op in plan)
@@ -295,6 +302,14 @@ class StreamingExecutor:
         self._device.record(home, on=StreamName.COMPUTE)
         step.passes.clear()
         return home
+
+    def _read_parts(self, step: _Step, home: Event) -> StepParts:
+        self._device.host_wait(home, keeps="no read before it is home")
+        with self._device.computing():
+            return StepParts(
+                losses=tuple(loss.item() for loss in step.losses),
+                unit_norms={unit: torch.linalg.vector_norm(norms).item() for unit, norms in step.norms.items()},
+            )
 
     def _read_numbers(self, step: _Step, home: Event) -> StepNumbers:
         self._device.host_wait(home, keeps="no read before it is home")

@@ -37,8 +37,17 @@ class StepNumbers:
 
 
 @dataclass(frozen=True)
+class StepParts:
+    """What the numbers of a step are made of, to find the part that is not finite."""
+
+    losses: tuple[float, ...]  # each micro-batch's share of the loss
+    unit_norms: dict[int, float]  # 2-norm of each unit's summed gradient
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """A step that is enqueued: its gradients in the order of the update, and its numbers."""
 
     gradients: tuple[UnitGradient, ...]
     result: Callable[[], StepNumbers]  # waits for the device
+    parts: Callable[[], StepParts]  # the same; reads back more

@@ -35,6 +35,7 @@ from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name
 from megatrain.stream.executor import StreamingExecutor
 from megatrain.stream.step import Geometry
 from megatrain.train.evaluation import evaluation_groups
+from megatrain.train.gate import UnitGate
 from megatrain.train.run import Run
 from megatrain.train.signals import PolledUpdates, StopFlag
 
@@ -194,7 +195,8 @@ def build_run(
         if load_weights:
             _fill(store, planned, progress=progress)
 
-    rooms = build_rooms(planned, fill=fill, stop=stop)
+    gate = UnitGate()
+    rooms = build_rooms(planned, fill=fill, before_unit=gate.before, after_unit=gate.after, stop=stop)
     pad_multiple = PAD_MULTIPLE_CUDA if planned.on_cuda else 1
     return Run(
         recipe=recipe,
@@ -204,6 +206,7 @@ def build_run(
         device_name=planned.device_name,
         executor=rooms.executor,
         worker=rooms.worker,
+        gate=gate,
         loader=Loader(
             prepared.train,
             batch_size=recipe.train.batch_size,

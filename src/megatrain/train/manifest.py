@@ -46,6 +46,7 @@ class Manifest:
     state: TrainState
     identity: Identity
     files: dict[str, FileInfo]  # by path relative to the checkpoint
+    weights_sha256: str | None = None  # of all masters: equal in two runs whose weights are; None: an older version's
 
     @property
     def total_bytes(self) -> int:
@@ -57,6 +58,7 @@ class Manifest:
             "step": self.state.step,
             "state": self.state.to_json(),
             "identity": asdict(self.identity),
+            "weights_sha256": self.weights_sha256,
             "files": {name: asdict(info) for name, info in self.files.items()},
         }
         return json.dumps(body | {"checksum": _checksum(body)}, indent=1)
@@ -75,6 +77,7 @@ class Manifest:
                 state=TrainState.from_json(body["state"]),
                 identity=Identity(**body["identity"]),
                 files={name: FileInfo(**info) for name, info in body["files"].items()},
+                weights_sha256=body.get("weights_sha256"),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise Damaged(f"the manifest cannot be read ({error})") from error

@@ -141,7 +141,8 @@ def _resume(rundir: RunDir, *, found: Found, recipe: Recipe, in_place: bool) -> 
 
 def _goes_back(checkpoint: Checkpoint, *, rundir: RunDir) -> bool:
     """Who names a checkpoint that is not the run's newest wants to go on from there, also when the run is finished."""
-    return checkpoint.state.step < find_checkpoints(rundir.checkpoints).usable[0].state.step
+    there = find_checkpoints(rundir.checkpoints).usable
+    return not there or checkpoint.state.step < there[0].state.step
 
 
 def _skipped(found: Found) -> tuple[str, ...]:

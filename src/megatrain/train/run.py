@@ -16,6 +16,7 @@ from megatrain.plan.accounting import MemoryPlan
 from megatrain.recipe import Recipe
 from megatrain.stream.device import Device
 from megatrain.stream.executor import StreamingExecutor
+from megatrain.train.gate import UnitGate
 
 
 class StepRows(Protocol):
@@ -30,6 +31,9 @@ class StepRows(Protocol):
 
     def micro_batches(self, rows: int) -> Sequence[MicroBatch]:
         """Cut into passes of at most `rows` rows."""
+
+    def origins(self, rows: int) -> Sequence[Sequence[str]]:
+        """The same cut: each pass's rows as "file: row 7"."""
 
 
 class StepLoader(Protocol):
@@ -50,6 +54,7 @@ class Run:
     device_name: str  # for people: "NVIDIA H200", "CPU, 2 threads"
     executor: StreamingExecutor
     worker: OptimizerWorker
+    gate: UnitGate  # between the worker and the saver
     loader: StepLoader
     eval_batches: Sequence[Sequence[MicroBatch]]  # each group is evaluated in one sweep over the layers; empty: none
     tokenizer: PreTrainedTokenizerBase

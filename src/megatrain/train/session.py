@@ -23,7 +23,8 @@ from megatrain.report.metrics import MetricsLog
 from megatrain.report.process import host_peak_bytes, versions
 from megatrain.report.sinks import open_sinks
 from megatrain.train.build import build_run
-from megatrain.train.checkpoint import Checkpoint, CheckpointWriter, newest_checkpoint, state_bytes
+from megatrain.train.checkpoint import Checkpoint, give_up_after, newest_checkpoint, state_bytes, weights_digest
+from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.export import export_bytes, export_run
 from megatrain.train.failure import error_object, machine_error
 from megatrain.train.manifest import Damaged
@@ -94,7 +95,7 @@ class Session:
         run, state, origin = self._build(prospect, start=start)
         self._run = run
         self._check_disk(run, start=start, left=prospect.total_steps - state.step)
-        self._take_folder(start)
+        self._take_folder(start, origin=origin)
         with self._journal(state, start=start, resumed=origin is not None) as journal:
             self._trainer = Trainer(
                 run,
@@ -150,10 +151,13 @@ class Session:
             stop=self._stop,
         )
 
-    def _take_folder(self, start: Start) -> None:
+    def _take_folder(self, start: Start, *, origin: Checkpoint | None) -> None:
         """From here on the folder is this run's."""
         if start.replaces:
             self.rundir.clear()
+        elif start.in_place and origin is not None:  # before metrics.jsonl is cut back: they belong together
+            for path in give_up_after(self.rundir.checkpoints, step=origin.state.step):
+                self._console.note(f"{path.name} is not gone on with; it goes with the next checkpoint")
         self.rundir.summary.unlink(missing_ok=True)
         self.rundir.crash.unlink(missing_ok=True)
         self.rundir.write_recipe(self.recipe.to_yaml())
@@ -268,6 +272,7 @@ class Session:
             vram_peak_bytes=run.device.memory_peak_bytes() if run is not None else 0,
             host_peak_bytes=host_peak_bytes(),
             checkpoint=str(newest) if newest is not None else None,
+            weights_sha256=weights_digest(newest) if newest is not None else None,
             model=str(self.rundir.model) if status == "done" and self.recipe.output.export else None,
             versions=versions(),
             error=error,

@@ -51,6 +51,7 @@ class StopFlag:
         self._progress_s = 0.0  # of the last end of `held`, or raise
         self._held = 0
         self._handled = False
+        self._failure: Exception | None = None
 
     @property
     def requested(self) -> bool:
@@ -81,8 +82,14 @@ class StopFlag:
         """Interrupted has arrived where the run is brought to its end; nothing raises or is hurried from here on."""
         self._handled = True
 
+    def fail(self, error: Exception) -> None:
+        """From another thread: what the run cannot go on without is gone. Raised between two layers."""
+        self._failure = error
+
     def check_overdue(self) -> None:
         """Raise Interrupted if it was asked for so long ago that the running step shall not be finished."""
+        if self._failure is not None:
+            raise self._failure
         if self.signum is not None and time.monotonic() - self._since_s > STEP_GRACE_S:
             self.check()
 

@@ -1,26 +1,32 @@
 """The loop: batch, forward, loss, backward, norm, update, and round again while the update is still running.
 
 The optimizer is not waited for at the end of a step. `submit` hands it the gradients, and the next step's
-forward waits, layer by layer, for what it is about to read. Whatever needs all weights at rest (a
-checkpoint, the end) drains the worker first.
+forward waits, layer by layer, for what it is about to read. Nor does a checkpoint stop the training: the saver
+takes unit after unit of the state between the updates of two steps, and the trainer hears of it later. Only
+the end needs all weights at rest, and drains the worker first.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from contextlib import suppress
 
 from megatrain.errors import NonFinite
 from megatrain.optim.lr import learning_rate
 from megatrain.optim.worker import OptimizerFailed
-from megatrain.report.events import EvalReport, SkipReport, StepReport
+from megatrain.report.events import EvalReport, SaveReport, SkipReport, StepReport
 from megatrain.report.journal import Journal
 from megatrain.report.process import host_peak_bytes
 from megatrain.stream.step import StepNumbers
-from megatrain.train.checkpoint import CheckpointWriter
+from megatrain.train.checkpoint_writer import CheckpointWriter
+from megatrain.train.gate import SaverFailed
 from megatrain.train.intervals import Interval
+from megatrain.train.locate import Fault, locate
 from megatrain.train.run import Run, StepRows
+from megatrain.train.saver import Lost, Saver
 from megatrain.train.signals import Interrupted, StopFlag
+from megatrain.train.spikes import LossWatch
 from megatrain.train.state import TrainState, step_seed
 
 
@@ -41,37 +47,61 @@ class Trainer:
         self.total_steps = total_steps
         self.trained_s = 0.0  # in steps of this process; evaluation and checkpoints apart
         self.trained_tokens = 0
-        self._run, self._journal, self._checkpoints, self._stop = run, journal, checkpoints, stop
+        self._run, self._journal, self._stop = run, journal, stop
+        self._saver = Saver(checkpoints, gate=run.gate, stop=stop)
         self._train = run.recipe.train
         self._save_every = Interval(self._train.save_every)
         self._eval_every = Interval(self._train.eval_every)
         self._rows: StepRows | None = None  # of the next step, cut while the device was busy
-        self._saved_step = state.step  # nothing is new yet: a fresh start has nothing to save, a resume has it on disk
+        self._watch = LossWatch()
+        # Begun or complete. Nothing is new yet: a fresh start has nothing to save, a resume has it on disk.
+        self._saved_step: int | None = state.step
+        self._lost = False  # the last checkpoint that was begun: another is due at once, and is waited for
 
     def train(self) -> None:
         """Raises Interrupted and NonFinite after saving what was reached; what the optimizer raised comes through."""
         self._journal.console.begin(first_step=self.state.step + 1, total_steps=self.total_steps)
         with self._stop.held():
             try:
-                self._loop()
-            except Interrupted:  # between two layers: the weights are still those of the last complete step
-                pass
-            except OptimizerFailed:  # weights half updated are not saved
-                raise
-            except (RuntimeError, MemoryError, OSError):  # device, memory, disk: the step that failed touched no weight
-                self._save()
-                raise
-            begin_s = time.perf_counter()
-            self._run.worker.drain()
-            self.trained_s += time.perf_counter() - begin_s
-            self._save()
+                self._run_through()
+            finally:
+                self._come_to_rest()
         self._stop.check()
+
+    def _run_through(self) -> None:
+        try:
+            self._loop()
+        except Interrupted:  # between two layers: the weights are still those of the last complete step
+            pass
+        except (
+            OptimizerFailed
+        ):  # weights half updated are not saved; a checkpoint of the steps before may be whole soon
+            self._run.gate.no_more_updates()
+            self._hear(self._saver.wait())
+            raise
+        except SaverFailed:
+            raise
+        except (RuntimeError, MemoryError, OSError):  # device, memory, disk: the step that failed touched no weight
+            self._save_now()
+            raise
+        begin_s = time.perf_counter()
+        self._run.worker.drain()
+        self.trained_s += time.perf_counter() - begin_s
+        self._save_now()
+
+    def _come_to_rest(self) -> None:
+        """No thread of ours works on when the trainer is gone; a checkpoint that was begun is completed."""
+        with suppress(OptimizerFailed):
+            self._run.worker.drain()
+        self._run.gate.no_more_updates()
+        self._saver.close()
 
     def _loop(self) -> None:
         while True:
+            self._hear(self._saver.poll())
             if self._evaluation_due():
                 self._evaluate()
-            if self._save_every.due(self.state):
+            if self._save_every.due(self.state) or self._lost:
                 self._save()
             if self._stop.requested or self.state.step >= self.total_steps:
                 return
@@ -89,8 +119,10 @@ class Trainer:
         self._rows = run.loader.step_batch(after.epoch, after.index) if after.step < self.total_steps else None
         numbers = output.result()
         if not numbers.finite and self._train.nonfinite != "ignore":
-            return self._nonfinite(numbers, rows=rows, after=after, lr=lr)
+            fault = locate(output, rows=rows, micro_batch=run.plan.micro_batch, store=run.store)
+            return self._nonfinite(numbers, fault=fault, rows=rows, after=after, lr=lr)
         clip = clip_factor(numbers.grad_norm, limit=self._train.max_grad_norm)
+        run.gate.submit(gradient.unit for gradient in output.gradients)
         run.worker.submit(after.step, output.gradients, lr=lr, clip=clip)
         self.state = after.counted(tokens=rows.tokens, supervised_tokens=rows.supervised, loss=numbers.loss)
         self._report(numbers, rows=rows, lr=lr, step_s=time.perf_counter() - begin_s)
@@ -109,8 +141,12 @@ class Trainer:
     def _report(self, numbers: StepNumbers, *, rows: StepRows, lr: float, step_s: float) -> None:
         self.trained_s += step_s
         self.trained_tokens += rows.tokens
-        step = self.state.step
-        if step % self._train.log_every and step not in (1, self.total_steps):
+        step, usual = self.state.step, self._watch.exceeded(numbers.loss)
+        if usual is not None:
+            self._journal.console.warn(
+                f"step {step}: the loss is {numbers.loss:.4f}, far above the {usual:.4f} of late"
+            )
+        if usual is None and step % self._train.log_every and step not in (1, self.total_steps):
             return
         self._journal.write(
             StepReport(
@@ -130,20 +166,21 @@ class Trainer:
                 exposed_transfer_s=numbers.exposed_transfer_s,
                 vram_peak_bytes=self._run.device.memory_peak_bytes(),
                 host_peak_bytes=host_peak_bytes(),
+                loss_spike=usual,
             )
         )
 
-    def _nonfinite(self, numbers: StepNumbers, *, rows: StepRows, after: TrainState, lr: float) -> None:
+    def _nonfinite(self, numbers: StepNumbers, *, fault: Fault, rows: StepRows, after: TrainState, lr: float) -> None:
         """The gradients stay where they are: no weight and no moment sees them."""
         name = "loss" if not math.isfinite(numbers.loss) else "gradient norm"
         reason = f"the {name} is {numbers.loss if name == 'loss' else numbers.grad_norm}"
         if self._train.nonfinite == "stop":
-            self._save()
+            self._save_now()
             kept = f"the state after step {self.state.step} is saved" if self.state.step else "nothing was trained yet"
             raise NonFinite(
-                f"{reason}; no weight was touched, and {kept}",
+                f"{reason}, {fault}; no weight was touched, and {kept}",
                 where=f"step {after.step} (step {self.state.index + 1} of epoch {self.state.epoch + 1})",
-                hint="lower optimizer.lr, look at this step's rows, or go on without such steps: train.nonfinite=skip",
+                hint="lower optimizer.lr, look at these rows, or go on without such steps: train.nonfinite=skip",
             )
         self.state = after.counted(tokens=rows.tokens, supervised_tokens=rows.supervised, loss=None)
         self._journal.write(
@@ -156,7 +193,9 @@ class Trainer:
                 lr=lr,
                 tokens=rows.tokens,
                 supervised_tokens=rows.supervised,
-                reason=reason,
+                reason=f"{reason}, {fault}",
+                rows=fault.rows,
+                layers=fault.units,
             )
         )
 
@@ -191,14 +230,35 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        """A checkpoint of `state`, unless the newest one is just that."""
+        """Begin a checkpoint of `state`, unless the newest one is just that. One that is being written comes first:
+        on a disk that is slower than the interval the training waits."""
         if self._saved_step == self.state.step:
             return
-        self._run.worker.drain()
+        self._hear(self._saver.wait())
         self._journal.sync()
-        self._journal.write(self._checkpoints.save(self.state))
-        self._saved_step = self.state.step
+        self._run.executor.bring_home()
+        self._saver.begin(self.state, patient=self._lost)
+        self._saved_step, self._lost = self.state.step, False
         self._save_every.restart()
+
+    def _save_now(self) -> None:
+        """A complete checkpoint of `state`; the optimizer is at rest, or will be."""
+        self._save()
+        self._hear(self._saver.wait())
+        if self._lost:
+            self._save()
+            self._hear(self._saver.wait())
+
+    def _hear(self, outcome: SaveReport | Lost | None) -> None:
+        match outcome:
+            case SaveReport():
+                self._journal.write(outcome)
+            case Lost(step=step, reason=reason):
+                self._journal.console.warn(
+                    f"the checkpoint of step {step} was given up ({reason}): the weights had moved on; "
+                    "the next one begins at once"
+                )
+                self._saved_step, self._lost = None, True
 
 
 def clip_factor(norm: float, *, limit: float | None) -> float:
