@@ -19,7 +19,7 @@ from megatrain.model.anatomy_of import Parts, hollow
 from megatrain.model.attention import watch_attention
 from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
 from megatrain.model.graphs import depends_on, reached
-from megatrain.model.rehearsal import LONG, SHORT, Rehearsal, Rehearsals
+from megatrain.model.rehearsal import LONG, SHORT, NoProducts, Rehearsal, Rehearsals
 from megatrain.model.sites import Sites
 from megatrain.model.skeleton import LayerList
 from megatrain.model.stubs import RETURN_FORMS, LayerCall, NotLayerwise, Recorder, refuse_opaque, shared_mappings
@@ -169,7 +169,7 @@ def _trial_tail(model: Any, recorder: Recorder, *, hidden: Tensor, flags: dict[s
     for full in (False, True):
         dummy = torch.zeros((rows, length) if full else (1, 1), dtype=torch.int64)
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), NoProducts():
                 leaf = hidden.detach().requires_grad_(True)
                 out = recorder.inject(leaf, run=partial(model, input_ids=dummy, **flags))
         except (RuntimeError, ValueError) as error:
