@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from drive import (
+    WHOLE,
     Result,
     Streamed,
     differences,
@@ -110,12 +111,14 @@ def all_cases() -> list[Case]:
     cases = []
     for variant in VARIANTS:
         modes = ["plain", "packed", "micro-batches", "training", "padded", "chunked", "bf16", "isolation"]
+        modes += ["kept", "kept-training"]  # graphs kept instead of a recompute
         if variant not in EAGER_ONLY:
             modes += ["eager", "packed-eager"]
         if variant in ROUTER_LOSS:
             modes += ["router", "router-padded", "router-micro-batches"]
         if variant in DROPOUT:
             modes += ["dropout"] if variant in EAGER_ONLY else ["dropout", "dropout-eager"]
+            modes += ["dropout-kept"]
         cases += [Case(variant, mode) for mode in modes]
     return cases
 
@@ -128,7 +131,7 @@ def run_case(case: Case) -> dict[str, float]:
         return _router(case)
     attention = "eager" if case.mode.endswith("eager") else attention_of(case.variant)
     dropout = case.mode.startswith("dropout")
-    training = dropout or case.mode == "training"
+    training = dropout or case.mode.endswith("training")
     dtype = torch.bfloat16 if case.mode == "bf16" else torch.float32
     config = config_of(case.variant, **(DROPOUT[case.variant] if dropout else {}))
     model = reference_model(config, attention=attention, dtype=dtype, training=training)
@@ -143,7 +146,8 @@ def run_case(case: Case) -> dict[str, float]:
     torch.manual_seed(7)
     theirs = run_reference(model, batches)
     torch.manual_seed(7)
-    ours = streamed.step(batches, chunk=CHUNK) if case.mode == "chunked" else streamed.step(batches)
+    chunk = CHUNK if case.mode == "chunked" else WHOLE
+    ours = streamed.step(batches, chunk=chunk, keep_graphs="kept" in case.mode)
     assert bool(torch.isfinite(theirs.loss))
     assert len(theirs.gradients) > 10
     return _beyond(case.mode, differences(ours, theirs), theirs=theirs, streamed=streamed)

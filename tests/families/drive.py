@@ -183,7 +183,8 @@ class Streamed:
             tail=anatomy.tail.layout.views(self.blocks[anatomy.tail.index]),
         )
 
-    def step(self, batches: Sequence[MicroBatch], *, chunk: int = WHOLE) -> Result:
+    def step(self, batches: Sequence[MicroBatch], *, chunk: int = WHOLE, keep_graphs: bool = False) -> Result:
+        """keep_graphs: no layer is recomputed; weights then stay, each layer's in a block of its own."""
         anatomy = self.model.anatomy
         denominator = sum(b.supervised for b in batches)
         result = Result(torch.zeros((), device=self.device))
@@ -197,9 +198,9 @@ class Streamed:
             passes.append(self.model.begin(_moved(batch, self.device), grad=True, documents=documents))
         stored = [[p.hidden] for p in passes]
         for i in range(len(anatomy.layers)):
-            weights = self._load(i)
+            weights = self._stay(i) if keep_graphs else self._load(i)
             for p, kept in zip(passes, stored, strict=True):
-                kept.append(p.forward(i, weights, kept[i]))
+                kept.append(p.forward(i, weights, kept[i], keep_graph=keep_graphs))
             self._release(i)
         result.aux = self.model.aux_loss(passes, grad=True)
         slopes = []
@@ -209,9 +210,10 @@ class Streamed:
             assert out.hidden_grad is not None
             slopes.append(out.hidden_grad)
         for i in reversed(range(len(anatomy.layers))):
-            weights, unit = self._load(i), anatomy.layers[i]
+            weights, unit = ({} if keep_graphs else self._load(i)), anatomy.layers[i]
             for m, p in enumerate(passes):
-                slopes[m], found = p.backward(i, weights, stored[m][i], slopes[m], accumulate=accumulate)
+                hidden = None if keep_graphs else stored[m][i]
+                slopes[m], found = p.backward(i, weights, hidden, slopes[m], accumulate=accumulate)
                 for entry, gradient in zip(unit.layout.params, found, strict=True):
                     if gradient is not None:
                         result.add(unit.full_names[entry.name][0], gradient)
@@ -234,6 +236,10 @@ class Streamed:
         unit, slot = self.model.anatomy.layers[layer], self.slots[layer % 2]
         slot[: unit.layout.nbytes].copy_(self.blocks[unit.index])
         return unit.layout.views(slot)
+
+    def _stay(self, layer: int) -> dict[str, Tensor]:
+        unit = self.model.anatomy.layers[layer]
+        return unit.layout.views(self.blocks[unit.index])
 
     def _release(self, layer: int) -> None:
         self.slots[layer % 2].fill_(255)  # see _nan

@@ -23,7 +23,7 @@ from megatrain.model.streamed import StreamedModel
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import load_kernel
 from megatrain.optim.worker import OptimizerWorker
-from megatrain.stream.device import CpuDevice
+from megatrain.stream.device import CpuDevice, StreamName
 from megatrain.stream.executor import StreamingExecutor
 from megatrain.stream.step import Geometry, StepOutput
 
@@ -96,7 +96,17 @@ def reference_step(model: nn.Module, batches: list[MicroBatch]) -> tuple[Tensor,
 class Streamed:
     """The product's rooms around one tiny model."""
 
-    def __init__(self, name: str, *, weights: nn.Module, micro_batches: int, slots: int, loads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        weights: nn.Module,
+        micro_batches: int,
+        slots: int,
+        loads: int = 0,
+        resident: int = 0,
+        kept: int = 0,
+    ) -> None:
         device = CpuDevice()
         spec = ModelSpec(config_of(name), "auto", torch.float32, training=True, compile=False)
         self.model = StreamedModel.build(spec, rng=device.rng)
@@ -121,7 +131,16 @@ class Streamed:
             self.model,
             store=self.store,
             device=device,
-            geometry=Geometry(micro_batches, slots, 2, loads, head_chunk=ROWS * LENGTH, input_bytes=input_bytes),
+            geometry=Geometry(
+                micro_batches,
+                slots,
+                2,
+                loads,
+                head_chunk=ROWS * LENGTH,
+                input_bytes=input_bytes,
+                resident=resident,
+                kept=kept,
+            ),
             updates=self.worker,
             poison=True,
         )
@@ -129,8 +148,10 @@ class Streamed:
     def named(self, of: Callable[[object], dict[str, Tensor]]) -> dict[str, Tensor]:
         return {host.unit.full_names[name][0]: tensor for host in self.store.units for name, tensor in of(host).items()}
 
-    def gradients(self) -> dict[str, Tensor]:
-        return self.named(lambda host: host.unit.layout.param_views(host.grad))
+    def gradients(self, out: StepOutput) -> dict[str, Tensor]:
+        """Of a step whose gradients are complete, from the slabs of the store or of resident units."""
+        slabs = {g.unit: g.resident.grad if g.resident else self.store.units[g.unit].grad for g in out.gradients}
+        return self.named(lambda host: host.unit.layout.param_views(slabs[host.unit.index]))
 
     def weights(self) -> dict[str, Tensor]:
         return self.named(lambda host: host.unit.layout.param_views(host.hi))
@@ -174,7 +195,7 @@ def test_loss_and_every_gradient_equal_plain_hugging_face(name: str) -> None:
             for gradient in out.gradients:
                 gradient.wait()
             assert numbers.loss == float(loss)
-            compared += assert_same(run.gradients(), expected, tied="tied" in name)
+            compared += assert_same(run.gradients(out), expected, tied="tied" in name)
             norm = nn.utils.clip_grad_norm_(reference.parameters(), float("inf"))
             assert numbers.grad_norm == pytest.approx(float(norm), rel=1e-6)
     assert compared == len(SHAPES) * len(list(reference_model(name).parameters()))
@@ -196,7 +217,7 @@ def test_three_clipped_steps_equal_torch_adamw_fed_the_same_gradients(name: str)
             clipped += clip < 1
             for gradient in out.gradients:
                 gradient.wait()
-            found = run.gradients()
+            found = run.gradients(out)
             for parameter_name, parameter in reference.named_parameters():
                 parameter.grad = found[parameter_name].clone() * torch.tensor(clip, dtype=torch.float32)
             run.submit(step + 1, out, clip=clip)
@@ -204,6 +225,58 @@ def test_three_clipped_steps_equal_torch_adamw_fed_the_same_gradients(name: str)
         run.worker.drain()
         assert clipped == 3
         assert assert_same(run.weights(), dict(reference.named_parameters()), tied=False) > 20
+
+
+RESIDENCE = [(1, 0), (3, 2), (5, 1), (5, 4), (6, 0), (6, 4)]
+"""(resident units, kept layers) of four layers: the stem; two layers more; all layers; the tail as well."""
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_stays_on_the_device_changes_no_bit(name: str, *, packed: bool) -> None:
+    """Losses, norms, weights and moments of three steps, an evaluation, the state brought home."""
+    found = {}
+    for resident, kept in [(0, 0), (0, 2), *RESIDENCE]:
+        reference = reference_model(name)
+        with streamed(name, weights=reference, micro_batches=2, slots=2, resident=resident, kept=kept) as run:
+            numbers = []
+            for step in range(3):
+                out = run.executor.train_step(batches_of(2, packed=packed, seed=step), seed=step)
+                one = out.result()
+                numbers += [one.loss, one.grad_norm, one.aux_loss]
+                run.submit(step + 1, out, clip=0.5)
+                assert [g.unit for g in out.gradients if g.resident] == list(range(resident))
+            numbers.append(run.executor.evaluate(batches_of(2, packed=packed, seed=9))[0])
+            run.worker.drain()
+            run.executor.bring_home()
+            state = [(h.hi.clone(), h.exp_avg.clone(), h.exp_avg_sq.clone(), h.steps.clone()) for h in run.store.units]
+        found[resident, kept] = numbers, state
+    first_numbers, first_state = found.pop((0, 0))
+    assert len(found) == len(RESIDENCE) + 1
+    for case, (numbers, state) in found.items():
+        assert numbers == first_numbers, case
+        for unit, expected in zip(state, first_state, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(unit, expected, strict=True)), case
+
+
+def test_nothing_of_a_resident_unit_crosses_the_link() -> None:
+    copied: list[str] = []
+
+    class Watched(CpuDevice):
+        def copy(self, target: Tensor, *, source: Tensor, on: StreamName, reads: str, writes: str) -> None:
+            super().copy(target, source=source, on=on, reads=reads, writes=writes)
+            copied.append(reads if reads.startswith("host") else writes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "CpuDevice", Watched)
+        for resident, expected in ((0, 6), (3, 3), (6, 0)):
+            copied.clear()
+            with streamed(
+                "llama", weights=reference_model("llama"), micro_batches=1, slots=2, resident=resident
+            ) as run:
+                run.executor.train_step(batches_of(1, packed=False, seed=0), seed=0).result()
+                assert len({c for c in copied if c.startswith("host")}) == expected
+                assert len({c for c in copied if c.startswith("slab")}) == expected
 
 
 def test_evaluation_equals_plain_hugging_face_and_leaves_no_trace() -> None:

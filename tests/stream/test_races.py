@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -33,6 +33,8 @@ class Case:
     load_buffers: int
     tied: bool
     behind: bool  # the optimizer lags: every update is waited for instead of being seen done
+    resident: int = 0
+    kept: int = 0
 
 
 def cases(*, layers: tuple[int, ...], micro_batches: tuple[int, ...], loads: tuple[int, ...]) -> list[Case]:
@@ -41,6 +43,11 @@ def cases(*, layers: tuple[int, ...], micro_batches: tuple[int, ...], loads: tup
 
 
 SMALL = cases(layers=(1, 2, 4), micro_batches=(1, 2), loads=(0, 2))
+STAYING = [
+    Case(layers, micro_batches, 2, 1, 0, tied, behind, resident, kept)
+    for layers, micro_batches, tied, behind in itertools.product((1, 3), (1, 2), (False, True), (False, True))
+    for resident, kept in {(1, 0), (2, 1), (layers, 1), (layers + 1, layers), (layers + 2, 0), (layers + 2, layers)}
+]
 ALL = cases(layers=(1, 2, 3, 5), micro_batches=(1, 2, 3), loads=(0, 1, 2))
 
 
@@ -64,7 +71,14 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
     )
     worker = OptimizerWorker(optimizer, store=store, synchronous=True, before_unit=before, after_unit=updates.finished)
     geometry = Geometry(
-        case.micro_batches, case.slots, case.grad_buffers, case.load_buffers, head_chunk=64, input_bytes=INPUT_BYTES
+        case.micro_batches,
+        case.slots,
+        case.grad_buffers,
+        case.load_buffers,
+        head_chunk=64,
+        input_bytes=INPUT_BYTES,
+        resident=case.resident,
+        kept=case.kept,
     )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=updates, poison=True)
     losses = []
@@ -76,6 +90,7 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
             worker.submit(step + 1, out.gradients, lr=0.1, clip=1.0)
         total, _ = executor.evaluate(toy_batches(case.micro_batches, seed=STEPS))  # the updates may still be running
         losses.append(total)
+    executor.bring_home()
     weights = torch.cat([host.hi.clone() for host in store.units])
     store.close()
     return device, losses, weights
@@ -96,6 +111,16 @@ def test_no_race_and_no_number_moves(chosen: list[Case], count: int) -> None:
         assert torch.equal(weights, first[1]), case
     assert len(results) < count / 10
     assert checked > 40 * count
+
+
+def test_no_race_where_units_stay_and_no_number_moves() -> None:
+    for case in STAYING:
+        device, losses, weights = run(case)
+        _, expected, expected_weights = run(replace(case, resident=0, kept=0))
+        assert losses == expected, case
+        assert torch.equal(weights, expected_weights), case
+        fetches = [wait for wait in device.waits if wait.keeps == "no read before load"]
+        assert bool(fetches) == (case.resident < case.layers + 2), case
 
 
 def _races(case: Case, *, skip: int) -> bool:
@@ -148,6 +173,7 @@ def test_every_wait_matters(record_property: Callable[[str, object], None]) -> N
     chosen = [
         Case(3, 2, 2, 1, 2, False, False),
         Case(2, 2, 3, 2, 1, True, True),
+        Case(4, 2, 2, 1, 0, False, True, resident=2, kept=2),
     ]
     counts = _mutate(chosen, record_property)
     assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS

@@ -42,22 +42,34 @@ class ToyPass:
         with torch.set_grad_enabled(grad):
             self._graph = model.stem["embed"][batch.input_ids]
         self.hidden = self._graph.detach()
+        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, *, keep_graph: bool = False) -> Tensor:
+        if keep_graph:
+            self._kept[layer] = self._with_graph(weights, hidden)
+            return self._kept[layer][2].detach()
         return hidden + hidden * weights["w"]
+
+    @staticmethod
+    def _with_graph(weights: Mapping[str, Tensor], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, w = hidden.detach().requires_grad_(), weights["w"].detach().requires_grad_()
+        with torch.enable_grad():
+            return x, w, x + x * w
 
     def backward(
         self,
         layer: int,
         weights: Mapping[str, Tensor],
-        hidden: Tensor,
+        hidden: Tensor | None,
         grad: Tensor,
         *,
         accumulate: Callable[[str, Tensor], None],
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        x, w = hidden.detach().requires_grad_(), weights["w"].detach().requires_grad_()
-        with torch.enable_grad():
-            y = x + x * w
+        if layer in self._kept:
+            x, w, y = self._kept.pop(layer)
+        else:
+            assert hidden is not None
+            x, w, y = self._with_graph(weights, hidden)
         gx, gw = torch.autograd.grad(y, (x, w), grad)
         return gx, (gw,)
 

@@ -10,6 +10,7 @@ Letters: A parallel streams (gemma3n), B rows, S positions, D hidden. Hidden sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +22,26 @@ from megatrain.model.batch import MicroBatch
 from megatrain.model.stem import Prepared, StemOutputs
 from megatrain.model.stubs import LayerCall
 from megatrain.model.tail import Accumulate, TailResult, tail_loss
+from megatrain.model.unread import outputs_are_read
 
 if TYPE_CHECKING:
     from megatrain.model.streamed import StreamedModel
 
 State = dict[str, dict[Any, Any]]  # argument name -> entries of the mapping that every layer sees
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A layer's forward as autograd recorded it: its leaves and its outputs."""
+
+    hidden: Tensor
+    own: tuple[Tensor, ...]  # parameters, in `LayerPlan.trainable` order
+    leaves: Mapping[int, Tensor]  # of stem outputs, by the id of the value they stand for
+    states: Mapping[int, Tensor]  # of handed-on state, likewise
+    before: State
+    live: Mapping[str, MutableMapping[Any, Any]]
+    out: Tensor
+    logits: list[Tensor]
 
 
 class Pass:
@@ -52,13 +68,23 @@ class Pass:
         self._mapping_types = {name: type(calls[0].kwargs[name]) for name in shared}
         self._states: list[State] = [{name: {} for name in shared}]  # before layer i; the last one is current
         self._state_grads: dict[int, Tensor] = {}
+        self._graphs: dict[int, _Graph] = {}  # of layers whose forward kept it
         self.router_logits: list[list[Tensor]] = [[] for _ in calls]
         self.router_gradients: list[list[Tensor | None]] = [[] for _ in calls]
 
-    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-        """The layer's output, without a graph. weights: by entry name, parameters and buffers of the layer."""
+    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, *, keep_graph: bool = False) -> Tensor:
+        """The layer's output. weights: by entry name, parameters and buffers of the layer.
+
+        keep_graph: run with a graph and keep it for `backward`, which then recomputes nothing; `weights` must stay as
+        they are until then.
+        """
         model = self._model
         model.enter(self)
+        if keep_graph:
+            with outputs_are_read():
+                graph = self._graphs[layer] = self._with_graph(layer, weights, hidden)
+            self._note(layer, given=graph.before, live=graph.live, logits=graph.logits)
+            return graph.out.detach()
         if model.stochastic and self.training:
             self._rng[layer] = model.rng.get()
         with torch.set_grad_enabled(model.forward_needs_grad[layer]):
@@ -66,11 +92,17 @@ class Pass:
                 weights = {n: w.detach().requires_grad_(w.is_floating_point()) for n, w in weights.items()}
             live = self._live(self._states[-1])
             out, logits = self._call(layer, weights, hidden.detach(), leaves={}, live=live)
+        self._note(layer, given=self._states[-1], live=live, logits=logits)
+        return out.detach()
+
+    def _note(
+        self, layer: int, *, given: State, live: Mapping[str, MutableMapping[Any, Any]], logits: list[Tensor]
+    ) -> None:
+        """Keep what the layer left beside its output. given: the state as it was given to the layer."""
         if self._mapping_types:
-            self._states.append(self._after(self._states[-1], live))
+            self._states.append(self._after(self._states[-1], given, live))
         if logits:
             self.router_logits[layer] = [t.detach() for t in logits]
-        return out.detach()
 
     def tail(self, hidden: Tensor, *, denominator: int, chunk: int, grad: bool, accumulate: Accumulate) -> TailResult:
         """Loss of this micro-batch over `denominator` tokens; see `tail_loss`."""
@@ -90,62 +122,80 @@ class Pass:
         self,
         layer: int,
         weights: Mapping[str, Tensor],
-        hidden: Tensor,
+        hidden: Tensor | None,
         grad: Tensor,
         *,
         accumulate: Accumulate,
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Recompute the layer with a graph and return the gradients of its input and of its own parameters.
 
-        The parameters' gradients are in `layout.params` order, None where no gradient flows. Gradients of stem
-        parameters that the layer reads go to `accumulate`.
+        hidden: the layer's input; None where its graph was kept. The parameters' gradients are in `layout.params`
+        order, None where no gradient flows. Gradients of stem parameters that the layer reads go to `accumulate`.
         """
-        model = self._model
-        model.enter(self)
-        prepared = self._layers[layer]
-        if prepared is None:
-            raise RuntimeError(f"layer {layer}: backward called twice for one pass")
-        plan = model.layer_plans[layer]
+        self._model.enter(self)
+        graph = self._graphs.pop(layer, None)
+        if graph is None:
+            if hidden is None or self._layers[layer] is None:
+                raise RuntimeError(f"layer {layer}: no graph was kept, and no input given or its backward done before")
+            if self._rng[layer] is not None:
+                self._model.rng.set(self._rng[layer])
+            graph = self._with_graph(layer, weights, hidden)
+        found = self._differentiate(layer, graph, grad, accumulate=accumulate)
+        self._layers[layer] = None
+        self._rng[layer] = None
+        return found
+
+    def _with_graph(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> _Graph:
+        """The layer's forward, recorded by autograd, with every input a leaf."""
+        prepared = self._prepared(layer)
         leaf = hidden.detach().requires_grad_(True)
-        bound = dict(weights)
-        own = []
-        for name in plan.trainable:
+        bound, own = dict(weights), []
+        for name in self._model.layer_plans[layer].trainable:
             parameter = weights[name].detach().requires_grad_(True)
             bound[name] = parameter
             own.append(parameter)
-        stem = self._stem
-        leaves = {id(stem.values[k]): stem.values[k].detach().requires_grad_(True) for k in prepared.externals}
+        values = self._stem.values
+        leaves = {id(values[k]): values[k].detach().requires_grad_(True) for k in prepared.externals}
         state_leaves: dict[int, Tensor] = {}
         before = _map_state(
             self._states[layer] if self._mapping_types else {},
             lambda t: state_leaves.setdefault(id(t), t.detach().requires_grad_(True)),
         )
         live = self._live(before)
-        if self._rng[layer] is not None:
-            model.rng.set(self._rng[layer])
         with torch.enable_grad():
             out, logits = self._call(layer, bound, leaf, leaves=leaves, live=live)
-        outputs, slopes = [out], [grad]
-        self._add_router(layer, logits, outputs, slopes)
+        return _Graph(leaf, tuple(own), leaves, state_leaves, before, live, out, logits)
+
+    def _differentiate(
+        self, layer: int, graph: _Graph, grad: Tensor, *, accumulate: Accumulate
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        plan, stem = self._model.layer_plans[layer], self._stem
+        outputs, slopes = [graph.out], [grad]
+        self._add_router(layer, graph.logits, outputs, slopes)
         if self._mapping_types:
-            self._add_written_state(layer, before, live, outputs, slopes)
-        inputs = [leaf, *own, *plan.shared_parameters, *leaves.values(), *state_leaves.values()]
+            self._add_written_state(layer, graph.before, graph.live, outputs, slopes)
+        inputs = [graph.hidden, *graph.own, *plan.shared_parameters, *graph.leaves.values(), *graph.states.values()]
         found = list(torch.autograd.grad(outputs, inputs, slopes, allow_unused=True))
         first = found[0]
-        n_own, n_shared, n_ext = len(own), len(plan.shared_parameters), len(leaves)
+        n_own, n_shared, n_ext = len(graph.own), len(plan.shared_parameters), len(graph.leaves)
         rest = found[1 + n_own :]
         for name, gradient in zip(plan.shared_names, rest[:n_shared], strict=True):
             if gradient is not None:
                 accumulate(name, gradient)
-        for k, gradient in zip(prepared.externals, rest[n_shared : n_shared + n_ext], strict=True):
+        externals = self._prepared(layer).externals
+        for k, gradient in zip(externals, rest[n_shared : n_shared + n_ext], strict=True):
             stem.add_gradient(k, gradient)
-        for key, gradient in zip(state_leaves, rest[n_shared + n_ext :], strict=True):
+        for key, gradient in zip(graph.states, rest[n_shared + n_ext :], strict=True):
             if gradient is not None:
                 old = self._state_grads.get(key)
                 self._state_grads[key] = gradient if old is None else old + gradient
-        self._layers[layer] = None
-        self._rng[layer] = None
-        return (first if first is not None else torch.zeros_like(hidden)), tuple(found[1 : 1 + n_own])
+        return (first if first is not None else torch.zeros_like(graph.hidden)), tuple(found[1 : 1 + n_own])
+
+    def _prepared(self, layer: int) -> Prepared:
+        prepared = self._layers[layer]
+        if prepared is None:
+            raise RuntimeError(f"layer {layer}: called after its backward")
+        return prepared
 
     def finish(self, grad: Tensor, *, accumulate: Accumulate) -> None:
         """Push the gradient of `hidden`, and of all else the layers were given, through the stem. Ends the pass."""
@@ -174,10 +224,7 @@ class Pass:
         leaves: Mapping[int, Tensor],
         live: Mapping[str, MutableMapping[Any, Any]],
     ) -> tuple[Tensor, list[Tensor]]:
-        prepared = self._layers[layer]
-        if prepared is None:
-            raise RuntimeError(f"layer {layer}: called after its backward")
-        call = prepared.call
+        call = self._prepared(layer).call
         args: tuple[Any, ...] = call.args
         kwargs = dict(call.kwargs)
         if leaves:
@@ -200,12 +247,14 @@ class Pass:
         return live
 
     @staticmethod
-    def _after(before: State, live: Mapping[str, MutableMapping[Any, Any]]) -> State:
+    def _after(before: State, given: State, live: Mapping[str, MutableMapping[Any, Any]]) -> State:
+        """The state behind the layer: entries that it left alone are those of `before`, the others without a graph."""
         after: State = {}
         for name, mapping in live.items():
-            known = before[name]
             after[name] = {
-                key: value if known.get(key) is value else pytree.tree_map_only(Tensor, Tensor.detach, value)
+                key: before[name][key]
+                if key in given[name] and given[name][key] is value
+                else pytree.tree_map_only(Tensor, Tensor.detach, value)
                 for key, value in mapping.items()
             }
         return after

@@ -10,7 +10,8 @@ storage, and strikes it off when autograd keeps a tensor that depends on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,14 +84,27 @@ class _UnreadLinear(torch.autograd.Function):
 def skip_unread(layer: nn.Module, names: Iterable[str]) -> None:
     """From now on the linear modules that own these weights compute nothing where a graph is recorded.
 
-    The caller promises that a layer runs with a graph only to be differentiated. Modules that are not plainly
-    nn.Linear stay as they are.
+    The caller promises that a layer runs with a graph only to be differentiated, but within `outputs_are_read`.
+    Modules that are not plainly nn.Linear stay as they are.
     """
     for name in names:
         path, _, attribute = name.rpartition(".")
         module = layer.get_submodule(path)
         if attribute == "weight" and type(module) is nn.Linear and type(module).forward is nn.Linear.forward:
             module.forward = _Skipping(module)  # type: ignore[method-assign, assignment]
+
+
+_reading = [False]
+
+
+@contextmanager
+def outputs_are_read() -> Iterator[None]:
+    """Within it a layer's output is wanted although a graph is recorded."""
+    _reading[0] = True
+    try:
+        yield
+    finally:
+        _reading[0] = False
 
 
 class _Skipping:
@@ -101,7 +115,7 @@ class _Skipping:
 
     def __call__(self, rows: Tensor) -> Tensor:
         weight, bias = self._module.weight, self._module.bias
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not _reading[0]:
             out: Tensor = _UnreadLinear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]
             return out
         return F.linear(rows, weight, bias)

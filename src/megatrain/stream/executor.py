@@ -22,6 +22,7 @@ from megatrain.model.batch import MicroBatch
 from megatrain.stream.activations import ActivationStore, DeviceActivations, HostActivations
 from megatrain.stream.device import Device, Event, StreamName
 from megatrain.stream.grads import GradientRing, GradientSum
+from megatrain.stream.resident import ResidentUnits
 from megatrain.stream.ring import Updates, WeightRing
 from megatrain.stream.schedule import Do, Op, StepShape, check, plan_step
 from megatrain.stream.step import Geometry, StepNumbers, StepOutput, StepParts
@@ -66,9 +67,18 @@ class StreamingExecutor:
     ) -> None:
         """Allocates everything a step needs. `poison`: fill slots with NaN on release (tests)."""
         self._model, self._store, self._device, self._geometry = model, store, device, geometry
-        self._ring = WeightRing(store, device=device, slots=geometry.slots, updates=updates, poison=poison)
+        self._resident = ResidentUnits(store, device=device, count=geometry.resident)
+        self._ring = WeightRing(
+            store,
+            device=device,
+            slots=geometry.slots,
+            updates=updates,
+            resident=self._resident.units,
+            poison=poison,
+        )
         largest = max(layer.unit.layout.param_bytes for layer in store.layers)
-        self._gradients = GradientRing(device, buffers=geometry.grad_buffers, buffer_bytes=largest)
+        streaming = len(self._resident.units) < len(store.units)
+        self._gradients = GradientRing(device, buffers=geometry.grad_buffers if streaming else 0, buffer_bytes=largest)
         self._sums = self._allocate_sums()
         self._activations = self._allocate_activations()
         self._numbers = device.host_buffer(3, dtype=torch.float32)
@@ -86,10 +96,13 @@ class StreamingExecutor:
         sizes = (stem.unit.layout.elems, tail.unit.layout.elems)
         tail_flat = self._device.buffer(sizes[1] if apart else max(sizes), dtype=torch.float32)
         stem_flat = self._device.buffer(sizes[0], dtype=torch.float32) if apart else tail_flat
-        sums = {x.unit.index: GradientSum(x, flat=layer_flat) for x in self._store.layers}
-        sums[stem.unit.index] = GradientSum(stem, flat=stem_flat)
-        sums[tail.unit.index] = GradientSum(tail, flat=tail_flat)
-        return sums
+        flats = {x.unit.index: layer_flat for x in self._store.layers}
+        flats |= {stem.unit.index: stem_flat, tail.unit.index: tail_flat}
+        resident = self._resident.units
+        return {
+            x.unit.index: GradientSum(resident.get(x.unit.index, x), flat=flats[x.unit.index])
+            for x in self._store.units
+        }
 
     def _allocate_activations(self) -> ActivationStore:
         geometry = self._geometry
@@ -109,6 +122,8 @@ class StreamingExecutor:
             slots=self._geometry.slots,
             load_buffers=self._geometry.load_buffers,
             train=train,
+            resident=self._geometry.resident,
+            kept=self._geometry.kept,
         )
         plan = plan_step(shape)
         check(plan, shape)
@@ -120,6 +135,7 @@ class StreamingExecutor:
         """Enqueue forward, loss and backward of one step. `seed` fixes dropout."""
         if len(batches) > self._geometry.micro_batches:
             raise ValueError(f"{len(batches)} micro-batches; planned for {self._geometry.micro_batches}")
+        self._resident.load()
         self._device.rng.seed(seed)
         step = _Step(batches, denominator=sum(b.supervised for b in batches))
         self._ring.blocked_s = 0.0
@@ -136,6 +152,7 @@ class StreamingExecutor:
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """(summed cross-entropy, supervised tokens) of any number of micro-batches, without dropout."""
+        self._resident.load()
         total, width = 0.0, self._geometry.micro_batches
         for first in range(0, len(batches), width):
             group = batches[first : first + width]
@@ -145,7 +162,8 @@ class StreamingExecutor:
         return total, sum(b.supervised for b in batches)
 
     def bring_home(self) -> None:
-        """Make the host store current: called before a checkpoint or an export reads it. It always is."""
+        """Make the host store hold what is resident on the device; no step may be running, updates may."""
+        self._resident.bring_home()
 
     def _run(self, plan: Sequence[Op], step: _Step) -> None:
         training = any(op.do is Do.BACKWARD for op in plan)
@@ -166,7 +184,9 @@ class StreamingExecutor:
             case Do.SAVE:
                 self._activations.save((op.unit, m), self._hidden(step, m))
             case Do.FORWARD:
-                self._forward(step, op.unit, m, keep=training and not self._geometry.load_buffers)
+                self._forward(step, op.unit, m, save=training and not self._geometry.load_buffers)
+            case Do.KEEP:
+                self._forward(step, op.unit, m, keep_graph=True)
             case Do.AUX:
                 step.aux = self._model.aux_loss(step.passes, grad=True)
             case Do.LOSS:
@@ -218,10 +238,10 @@ class StreamingExecutor:
         step.hidden.append(one.hidden.contiguous())
         self._activations.computed((1, m))
 
-    def _forward(self, step: _Step, unit: int, m: int, *, keep: bool) -> None:
+    def _forward(self, step: _Step, unit: int, m: int, *, save: bool = False, keep_graph: bool = False) -> None:
         weights = self._acquire(step, unit)
         hidden = self._hidden(step, m)
-        if keep:
+        if save:
             self._activations.save((unit, m), hidden)
         self._device.touch(
             f"forward({unit},{m})",
@@ -229,7 +249,7 @@ class StreamingExecutor:
             reads=(self._ring.holder(unit).name, f"hidden{(unit, m)}"),
             writes=(f"hidden{(unit + 1, m)}",),
         )
-        step.hidden[m] = step.passes[m].forward(unit - 1, weights, hidden).contiguous()
+        step.hidden[m] = step.passes[m].forward(unit - 1, weights, hidden, keep_graph=keep_graph).contiguous()
         self._activations.computed((unit + 1, m))
 
     def _loss(self, step: _Step, m: int, *, training: bool) -> None:
@@ -255,10 +275,13 @@ class StreamingExecutor:
         gradient = step.gradient[m]
         assert gradient is not None
         self._device.touch(f"backward({unit},{m})", on=StreamName.COMPUTE, reads=(self._ring.holder(unit).name,))
+        kept = unit >= self._tail - self._geometry.kept
+        hidden = None if kept else self._activations.take((unit, m))
         step.gradient[m], own = step.passes[m].backward(
-            unit - 1, weights, self._activations.take((unit, m)), gradient, accumulate=self._accumulate
+            unit - 1, weights, hidden, gradient, accumulate=self._accumulate
         )
-        self._activations.drop((unit, m))
+        if not kept:
+            self._activations.drop((unit, m))
         for entry, value in zip(total.unit.unit.layout.params, own, strict=True):
             if value is not None:
                 total.add(entry.name, value)
@@ -282,6 +305,10 @@ class StreamingExecutor:
         step.norms[unit] = total.norms()
         if unit == 0:  # the last one: before its slab, so that loss and norm do not queue behind it on the link
             step.numbers_home = self._send_numbers(step)
+        if unit in self._resident.units:
+            self._gradients.keep(total)
+            step.home[unit] = UnitGradient(unit, _at_once, total.touched, resident=self._resident.units[unit])
+            return
         complete = self._gradients.offload(total)
         wait = partial(self._device.host_wait, complete, keeps="no update before the gradient is home")
         step.home[unit] = UnitGradient(unit, wait, total.touched)
@@ -327,3 +354,7 @@ class StreamingExecutor:
             exposed_transfer_s=transfer,
             exposed_optimizer_s=optimizer,
         )
+
+
+def _at_once() -> None:
+    """The wait for a gradient that compute has before it updates with it."""

@@ -81,7 +81,7 @@ class GradientRing:
         """Send the finished sum to the unit's host slab. Returns the event "slab complete"."""
         unit = total.unit
         complete = self._device.event(f"slab{unit.unit.index}.complete")
-        for dtype, source, target in self._pieces(total):
+        for dtype, source, target in _pieces(total, most_bytes=self._buffer_bytes):
             staging = self._ring[self._next]
             self._next = (self._next + 1) % len(self._ring)
             self._device.wait(staging.offloaded, on=StreamName.COMPUTE, keeps="no refill before offload")
@@ -97,16 +97,22 @@ class GradientRing:
         self._device.record(complete, on=StreamName.SEND)
         return complete
 
-    def _pieces(self, total: GradientSum) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:
-        """(streamed dtype, fp32 source on the device, uint8 target in the slab), each at most one buffer."""
-        layout = total.unit.unit.layout
-        slab = total.unit.grad
-        for dtype, first, last, byte in (
-            (torch.bfloat16, 0, layout.bf16_elems, 0),
-            (torch.float32, layout.bf16_elems, layout.elems, layout.bf16_bytes),
-        ):
-            step = self._buffer_bytes // dtype.itemsize
-            for start in range(first, last, step):
-                stop = min(start + step, last)
-                begin = byte + (start - first) * dtype.itemsize
-                yield dtype, total.flat[start:stop], slab[begin : begin + (stop - start) * dtype.itemsize]
+    def keep(self, total: GradientSum) -> None:
+        """Cast the finished sum of a resident unit into its slab on the device: compute writes it, compute reads it."""
+        for dtype, source, target in _pieces(total, most_bytes=total.unit.grad.numel()):
+            target.view(dtype).copy_(source)
+
+
+def _pieces(total: GradientSum, *, most_bytes: int) -> Iterator[tuple[torch.dtype, Tensor, Tensor]]:
+    """(streamed dtype, fp32 source on the device, uint8 target in the slab), each of at most `most_bytes`."""
+    layout = total.unit.unit.layout
+    slab = total.unit.grad
+    for dtype, first, last, byte in (
+        (torch.bfloat16, 0, layout.bf16_elems, 0),
+        (torch.float32, layout.bf16_elems, layout.elems, layout.bf16_bytes),
+    ):
+        step = most_bytes // dtype.itemsize
+        for start in range(first, last, step or 1):
+            stop = min(start + step, last)
+            begin = byte + (start - first) * dtype.itemsize
+            yield dtype, total.flat[start:stop], slab[begin : begin + (stop - start) * dtype.itemsize]

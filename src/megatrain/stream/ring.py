@@ -1,5 +1,7 @@
 """Weights on their way: the slots that layers stream through, and the two places of stem and tail.
 
+Units that are resident on the device stand in places of their own, always in use; nothing of the following is for them.
+
 A slot goes FREE -prefetch-> LOADING -acquire-> IN_USE -release-> FREE. The waits, all of them:
 
 * *no fetch before update*: a fetch is enqueued only when the optimizer is done with that unit;
@@ -15,13 +17,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatrain.host.store import HostStore
+from megatrain.host.store import HostStore, HostUnit
 from megatrain.stream.device import Device, StreamName
 
 
@@ -67,14 +70,26 @@ class WeightSlot:
 
 
 class WeightRing:
-    """`slots` slots shared by the layers, and one place each for stem and tail."""
+    """`slots` slots shared by the layers that stream, and one place each for stem, tail and the resident units."""
 
-    def __init__(self, store: HostStore, *, device: Device, slots: int, updates: Updates, poison: bool = False) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        *,
+        device: Device,
+        slots: int,
+        updates: Updates,
+        resident: Mapping[int, HostUnit],
+        poison: bool = False,
+    ) -> None:
         self._store, self._device, self._updates, self._poison = store, device, updates, poison
-        largest = max(layer.unit.layout.nbytes for layer in store.layers)
-        self._shared = [self._slot(f"slot{i}", largest) for i in range(slots)]
-        ends = (store.stem.unit, store.tail.unit)
+        streamed = [x.unit.layout.nbytes for x in store.layers if x.unit.index not in resident]
+        self._shared = [self._slot(f"slot{i}", max(streamed)) for i in range(slots if streamed else 0)]
+        ends = [end.unit for end in (store.stem, store.tail) if end.unit.index not in resident]
         self._own = {end.index: self._slot(end.name, end.layout.nbytes) for end in ends}
+        for index, unit in resident.items():
+            slot = self._own[index] = WeightSlot(unit.unit.name, block=unit.hi, device=device)
+            slot.unit, slot.state = index, SlotState.IN_USE
         self._pending: deque[WeightSlot] = deque()
         self.blocked_s = 0.0  # host time spent waiting for the optimizer since the last reset
 
@@ -82,7 +97,7 @@ class WeightRing:
         return WeightSlot(name, block=self._device.buffer(nbytes, dtype=torch.uint8), device=self._device)
 
     def block_of(self, unit: int) -> Tensor:
-        """The place of the stem or the tail: always the same block."""
+        """The place of the stem, the tail or a resident unit: always the same block."""
         return self._own[unit].block
 
     def holder(self, unit: int) -> WeightSlot:

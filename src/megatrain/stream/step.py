@@ -18,6 +18,8 @@ class Geometry:
     load_buffers: int  # 0: activations stay on the device
     head_chunk: int  # tokens of logits alive at once
     input_bytes: int  # of one micro-batch's stored input, at most
+    resident: int = 0  # units, from the stem on, whose weights and optimizer state stay on the device
+    kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
 
 
 @dataclass(frozen=True)
