@@ -282,11 +282,13 @@ def test_large_draws_are_the_same_with_any_number_of_threads(monkeypatch: pytest
     monkeypatch.setattr(draws, "PIECE_ELEMS", 1000)
     model = meta_model(FAMILIES["llama"](), dtype=torch.bfloat16)
     states = []
-    for threads in (1, 3):
-        store = HostStore.allocate(anatomy_of(model, streamed=torch.bfloat16), pin=False, threads=1)
+    for threads, moments in ((1, torch.float32), (3, torch.float32), (3, torch.bfloat16)):
+        store = HostStore.allocate(anatomy_of(model, streamed=torch.bfloat16), pin=False, threads=1, moments=moments)
         init_random(store, meta_model=model, seed=5, threads=threads)
         states.append(state_of(store))
-    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+        assert not any(bool(unit.moments.any()) for unit in store.units)  # weights were drawn in their room
+    for other in states[1:]:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in states[0].items())
     embedding = states[0]["model.embed_tokens.weight"].view(-1)
     assert embedding.std().item() == pytest.approx(0.02, rel=0.1)
     assert not torch.equal(embedding[:1000], embedding[1000:2000])

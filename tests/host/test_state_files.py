@@ -15,9 +15,15 @@ from megatrain.host.store import HostStore, HostUnit
 FIELDS = ("hi", "lo", "exp_avg", "exp_avg_sq", "steps")
 
 
-def store_of(family: str = "gpt_oss", *, streamed: torch.dtype = torch.bfloat16, training: bool = True) -> HostStore:
+def store_of(
+    family: str = "gpt_oss",
+    *,
+    streamed: torch.dtype = torch.bfloat16,
+    training: bool = True,
+    moments: torch.dtype = torch.float32,
+) -> HostStore:
     anatomy = anatomy_of(meta_model(FAMILIES[family](), dtype=streamed), streamed=streamed)
-    return HostStore.allocate(anatomy, pin=False, threads=1, training=training)
+    return HostStore.allocate(anatomy, pin=False, threads=1, training=training, moments=moments)
 
 
 def fill(unit: HostUnit, *, seed: int = 0) -> None:
@@ -35,9 +41,10 @@ def same(one: HostUnit, other: HostUnit) -> bool:
     )
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32 moments", "bf16 moments"])
 @pytest.mark.parametrize("streamed", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_every_bit_comes_back(streamed: torch.dtype, tmp_path: Path) -> None:
-    store, other = store_of(streamed=streamed), store_of(streamed=streamed)
+def test_every_bit_comes_back(streamed: torch.dtype, moments: torch.dtype, tmp_path: Path) -> None:
+    store, other = (store_of(streamed=streamed, moments=moments) for _ in range(2))
     for index, (unit, target) in enumerate(zip(store.units, other.units, strict=True)):
         fill(unit, seed=index)
         path = tmp_path / f"{index}.safetensors"
@@ -48,6 +55,7 @@ def test_every_bit_comes_back(streamed: torch.dtype, tmp_path: Path) -> None:
     plain = load_file(tmp_path / "1.safetensors")  # and any safetensors reader can open it
     assert set(plain) == set(FIELDS)
     assert torch.equal(plain["hi"], store.layers[0].hi)
+    assert plain["exp_avg"].dtype is plain["exp_avg_sq"].dtype is moments
 
 
 def test_the_checksum_sees_one_bit_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +84,8 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         read_unit(path, store.layers[1])
     with pytest.raises(ValueError, match="not the state of layer 0"):
         read_unit(path, store_of(streamed=torch.float32).layers[0])
+    with pytest.raises(ValueError, match="not the state of layer 0"):
+        read_unit(path, store_of(moments=torch.bfloat16).layers[0])
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="damaged"):
         read_unit(path, store.layers[0])
@@ -85,8 +95,9 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
         read_unit(tmp_path / "none.safetensors", store.layers[0])
 
 
-def test_weights_can_be_read_without_room_for_moments(tmp_path: Path) -> None:
-    store, slim = store_of(), store_of(training=False)
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_weights_can_be_read_without_room_for_moments(tmp_path: Path, moments: torch.dtype) -> None:
+    store, slim = store_of(moments=moments), store_of(training=False)
     fill(store.stem)
     written = write_unit(tmp_path / "stem.safetensors", store.stem)
     assert read_unit(tmp_path / "stem.safetensors", slim.stem) == written

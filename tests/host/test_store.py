@@ -17,9 +17,11 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def bf16_store(*, extra: int = 0, training: bool = True) -> HostStore:
+def bf16_store(*, extra: int = 0, training: bool = True, moments: torch.dtype = torch.float32) -> HostStore:
     anatomy = anatomy_of(meta_model(CONFIG, dtype=torch.bfloat16), streamed=torch.bfloat16)
-    return HostStore.allocate(anatomy, pin=False, threads=2, extra_pinned_bytes=extra, training=training)
+    return HostStore.allocate(
+        anatomy, pin=False, threads=2, extra_pinned_bytes=extra, training=training, moments=moments
+    )
 
 
 def test_blocks_are_aligned_zero_and_apart() -> None:
@@ -48,8 +50,9 @@ def test_nothing_wanted_is_all_there_is() -> None:
     assert arena.report.failure is None
 
 
-def test_store_has_the_sizes_of_the_layout() -> None:
-    store = bf16_store()
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_store_has_the_sizes_of_the_layout(moments: torch.dtype) -> None:
+    store = bf16_store(moments=moments)
     assert [u.unit.index for u in store.units] == [0, 1, 2, 3, 4]
     assert store.stem is store.units[0]
     assert store.tail is store.units[-1]
@@ -58,20 +61,27 @@ def test_store_has_the_sizes_of_the_layout() -> None:
         layout = unit.unit.layout
         assert unit.hi.numel() == layout.nbytes
         assert unit.lo.numel() == layout.bf16_elems
-        assert unit.exp_avg.numel() == unit.exp_avg_sq.numel() == layout.elems
+        for moment in (unit.exp_avg, unit.exp_avg_sq):
+            assert (moment.dtype, moment.numel()) == (moments, layout.elems)
+            assert moment.data_ptr() % 256 == 0
+        assert unit.moments.numel() == 2 * moments.itemsize * layout.elems
+        unit.exp_avg.fill_(1)
+        assert not unit.exp_avg_sq.any()
         assert unit.grad.numel() == layout.param_bytes
         assert unit.steps.tolist() == [0] * len(layout.params)
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("training", [True, False])
-def test_footprint_is_what_allocate_takes(training: bool) -> None:
-    store = bf16_store(extra=5000, training=training)
+def test_footprint_is_what_allocate_takes(training: bool, moments: torch.dtype) -> None:
+    store = bf16_store(extra=5000, training=training, moments=moments)
     anatomy = anatomy_of(meta_model(CONFIG, dtype=torch.bfloat16), streamed=torch.bfloat16)
-    sizes = footprint(anatomy, extra_pinned_bytes=5000, training=training)
+    sizes = footprint(anatomy, extra_pinned_bytes=5000, training=training, moments=moments)
     assert store.arena.take(5000, pinned=True).numel() == 5000
     assert sum(sizes.values()) == store.report.total_bytes - mmap.PAGESIZE
     assert sizes["extra"] == arena_footprint(5000, pinned=True)
-    assert (sizes["optimizer"] > 0) is training
+    elems = sum(unit.unit.layout.elems for unit in store.units)
+    assert sizes["optimizer"] == (2 * moments.itemsize * elems if training else 0)
     with pytest.raises(RuntimeError, match="no room"):
         store.arena.take(mmap.PAGESIZE + 1, pinned=True)
 

@@ -38,9 +38,15 @@ def store_of() -> Iterator[Callable[..., HostStore]]:
     """Makes stores with random masters; the same seed gives the same store."""
     made: list[HostStore] = []
 
-    def make(dtype: torch.dtype, *, layers: int = 2, unused: frozenset[str] = frozenset()) -> HostStore:
+    def make(
+        dtype: torch.dtype,
+        *,
+        layers: int = 2,
+        unused: frozenset[str] = frozenset(),
+        moments: torch.dtype = torch.float32,
+    ) -> HostStore:
         anatomy = small_anatomy(dtype, layers=layers, unused=unused)
-        store = HostStore.allocate(anatomy, pin=False, threads=1)
+        store = HostStore.allocate(anatomy, pin=False, threads=1, moments=moments)
         generator = torch.Generator().manual_seed(7)
         for host in store.units:
             for entry in host.unit.layout.params:

@@ -4,106 +4,22 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from kernel_memory import DEFAULT, ISAS, Memory, by_definition, factors_of, same
 
 from megatrain.host import halves
 from megatrain.optim import kernel as kernel_module
-from megatrain.optim.definition import AdamWHyper, Factors, adamw_reference
+from megatrain.optim.definition import AdamWHyper
 from megatrain.optim.kernel import Isa, Job, Kernel, KernelMissing, load_kernel, load_library
 from megatrain.optim.kernel.build import BuildFailed, build
+from megatrain.optim.rounding import Draws
 
 Make = Callable[..., Kernel]
 
 LENGTHS = (*range(130), 1000, 16383, 16384, 16385, 50_007)
-GUARD = 64
-"""Elements around a run that must stay as they are."""
-DEFAULT = AdamWHyper(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
-
-
-@dataclass
-class Memory:
-    """A run's tensors inside larger ones: `offset` elements off alignment, with guards around."""
-
-    weights: Tensor
-    low: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    grad: Tensor
-    n: int
-    begin: int
-
-    @classmethod
-    def random(cls, n: int, *, split: bool, offset: int = 0, seed: int = 0) -> Memory:
-        size, generator = n + 2 * GUARD + offset, torch.Generator().manual_seed(seed + n)
-
-        def spread() -> Tensor:
-            exponent = torch.empty(size).uniform_(-44, 3, generator=generator)  # denormals among them
-            return torch.randn(size, generator=generator) * 10**exponent
-
-        wide = torch.bfloat16 if split else torch.float32
-        low = torch.randint(-(2**15), 2**15, (size,), dtype=torch.int16, generator=generator) if split else None
-        weights = torch.randn(size, generator=generator).to(wide)
-        return cls(weights, low, spread(), spread().abs_(), spread().to(wide), n, GUARD + offset)
-
-    def run(self, kernel: Kernel, *, factors: Factors) -> None:
-        part = slice(self.begin, self.begin + self.n)
-        low = None if self.low is None else self.low[part]
-        job = Job(self.weights[part], low, self.exp_avg[part], self.exp_avg_sq[part], self.grad[part], factors)
-        kernel.run([job])
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Everything, guards included, as bits: NaNs compare too."""
-        found = [self.weights, self.exp_avg, self.exp_avg_sq, self.grad]
-        found += [] if self.low is None else [self.low]
-        return tuple(t.view(torch.int16 if t.itemsize == 2 else torch.int32) for t in found)
-
-    def clone(self) -> Memory:
-        low = None if self.low is None else self.low.clone()
-        return replace(
-            self, weights=self.weights.clone(), low=low, exp_avg=self.exp_avg.clone(),
-            exp_avg_sq=self.exp_avg_sq.clone(), grad=self.grad.clone(),
-        )  # fmt: skip
-
-
-def same(left: Memory, right: Memory) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left.tensors(), right.tensors(), strict=True))
-
-
-def factors_of(step: int, *, hyper: AdamWHyper = DEFAULT, clip: float = 0.37, decays: bool = True) -> Factors:
-    return Factors.of(hyper, step=step, lr=1e-3, clip=clip, decays=decays)
-
-
-def by_definition(memory: Memory, *, step: int, hyper: AdamWHyper, clip: float, decays: bool) -> None:
-    """The same update in plain torch."""
-    part = slice(memory.begin, memory.begin + memory.n)
-    master = memory.weights[part]
-    if memory.low is not None:
-        master = torch.empty(memory.n)
-        halves.join(memory.weights[part], memory.low[part], out=master)
-    adamw_reference(
-        master, grad=memory.grad[part], exp_avg=memory.exp_avg[part], exp_avg_sq=memory.exp_avg_sq[part],
-        hyper=hyper, step=step, lr=1e-3, clip=clip, decays=decays,
-    )  # fmt: skip
-    if memory.low is not None:
-        halves.split(master, hi=memory.weights[part], lo=memory.low[part])
-
-
-def paths_of_this_cpu() -> list[Isa]:
-    """From the operating system, not from the library that is tested."""
-    flags = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")), "")
-    has = set(flags.split())
-    found = [Isa.SCALAR]
-    found += [Isa.AVX2] if {"avx2", "fma"} <= has else []
-    found += [Isa.AVX512] if {"avx512f", "fma"} <= has else []
-    return found
-
-
-ISAS = paths_of_this_cpu()
 
 
 def test_every_path_of_this_cpu_is_tested(library: ctypes.CDLL, kernel_of: Make) -> None:
@@ -114,6 +30,10 @@ def test_every_path_of_this_cpu_is_tested(library: ctypes.CDLL, kernel_of: Make)
             kernel_of(isa=missing)
 
 
+MOMENTS = [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("moments", MOMENTS, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("split", [True, False], ids=["halves", "full"])
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 @pytest.mark.parametrize(
@@ -127,11 +47,11 @@ def test_every_path_of_this_cpu_is_tested(library: ctypes.CDLL, kernel_of: Make)
     ],
 )
 def test_equals_the_definition(
-    kernel_of: Make, *, isa: Isa, split: bool, hyper: AdamWHyper, clip: float, decays: bool
+    kernel_of: Make, *, isa: Isa, split: bool, moments: torch.dtype, hyper: AdamWHyper, clip: float, decays: bool
 ) -> None:
     kernel = kernel_of(threads=2, isa=isa)
     for n in LENGTHS:
-        ours = Memory.random(n, split=split, offset=n % 7)
+        ours = Memory.random(n, split=split, offset=n % 7, moments=moments)
         theirs = ours.clone()
         for step in (1, 2, 1000):
             ours.run(kernel, factors=factors_of(step, hyper=hyper, clip=clip, decays=decays))
@@ -181,9 +101,10 @@ def test_halves_are_an_fp32_master_with_bf16_gradients(kernel_of: Make, *, isa: 
     assert torch.equal(split.exp_avg_sq, full.exp_avg_sq)
 
 
+@pytest.mark.parametrize("moments", MOMENTS, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("split", [True, False], ids=["halves", "full"])
-def test_threads_change_no_bit(kernel_of: Make, *, split: bool) -> None:
-    expected = Memory.random(300_017, split=split, offset=3)
+def test_threads_change_no_bit(kernel_of: Make, *, split: bool, moments: torch.dtype) -> None:
+    expected = Memory.random(300_017, split=split, offset=3, moments=moments)
     start = expected.clone()
     expected.run(kernel_of(threads=1), factors=factors_of(5))
     for threads in range(2, 17):
@@ -197,27 +118,20 @@ def test_threads_change_no_bit(kernel_of: Make, *, split: bool) -> None:
 def test_several_runs_of_any_length_in_one_call(kernel_of: Make) -> None:
     kernel = kernel_of(threads=4)
     lengths = (0, 1, 40_000, 0, 16384, 7, 128, 100_001, 0)
-    together = [Memory.random(n, split=i % 2 == 0) for i, n in enumerate(lengths)]
+    together = [Memory.random(n, split=i % 2 == 0, moments=MOMENTS[i // 2 % 2]) for i, n in enumerate(lengths)]
     apart = [memory.clone() for memory in together]
-    jobs = []
-    for i, memory in enumerate(together):
-        part = slice(memory.begin, memory.begin + memory.n)
-        low = None if memory.low is None else memory.low[part]
-        jobs.append(
-            Job(memory.weights[part], low, memory.exp_avg[part], memory.exp_avg_sq[part], memory.grad[part],
-                factors_of(i + 1, decays=i % 3 == 0))
-        )  # fmt: skip
-    kernel.run(jobs)
+    kernel.run([memory.job(factors_of(i + 1, decays=i % 3 == 0)) for i, memory in enumerate(together)])
     kernel.run([])
     for i, memory in enumerate(apart):
         memory.run(kernel, factors=factors_of(i + 1, decays=i % 3 == 0))
         assert same(memory, together[i]), lengths[i]
 
 
+@pytest.mark.parametrize("moments", MOMENTS, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
-def test_only_the_run_is_written_and_never_the_gradient(kernel_of: Make, *, isa: Isa) -> None:
+def test_only_the_run_is_written_and_never_the_gradient(kernel_of: Make, *, isa: Isa, moments: torch.dtype) -> None:
     for n in (1, 15, 33, 129):
-        memory = Memory.random(n, split=True, offset=1)
+        memory = Memory.random(n, split=True, offset=1, moments=moments)
         before = memory.clone()
         memory.run(kernel_of(isa=isa), factors=factors_of(1))
         assert torch.equal(memory.grad, before.grad)
@@ -269,6 +183,11 @@ def test_a_tensor_that_would_be_misread_is_refused(kernel_of: Make) -> None:
         kernel.run([Job(f32, i16, f32.clone(), f32.clone(), f32.clone(), factors)])
     with pytest.raises(ValueError, match=r"expected torch\.float32 \[8\]"):
         kernel.run([Job(f32, None, torch.zeros(7), f32.clone(), f32.clone(), factors)])
+    draws, narrow = Draws.of(seed=0, unit=0, step=1, first=0), torch.zeros(8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"expected torch\.bfloat16"):
+        kernel.run([Job(f32, None, f32.clone(), f32.clone(), f32.clone(), factors, draws)])
+    with pytest.raises(ValueError, match=r"expected torch\.float32"):
+        kernel.run([Job(f32, None, narrow, narrow.clone(), f32.clone(), factors)])
     with pytest.raises(ValueError, match="contiguous"):
         kernel.run([Job(f32, None, torch.zeros(16)[::2], f32.clone(), f32.clone(), factors)])
 

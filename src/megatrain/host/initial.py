@@ -22,7 +22,7 @@ PIECE_ELEMS = 1 << 20
 def init_random(store: HostStore, *, meta_model: Any, seed: int, threads: int | None = None) -> None:
     """Draw every weight from Hugging Face's ``_init_weights``, in fp32, from `seed`, in the order of the units.
 
-    Only one unit's tensors are real at a time, in the room of its first moments (zero again afterwards); all
+    Only one unit's tensors are real at a time, in the room of its moments (zero again afterwards); all
     others are on the meta device and marked as initialised. The default generator is left as it was.
     Raises ModelError naming a tensor that the architecture leaves unset.
     """
@@ -58,15 +58,15 @@ def _init_unit(model: Any, host: HostUnit, *, draws: ParallelDraws, pool: Thread
             )
         _keep(host, entry, value, pool=pool)
         _set(model, names, _meta(real[entry.name]))
-    host.exp_avg.zero_()
+    host.moments.zero_()
 
 
 def _room(host: HostUnit, entry: Entry) -> Tensor | None:
     """Memory of the store where a parameter can be drawn in fp32, if there is some: fp32, entry.shape."""
     if entry.trainable and entry.dtype is torch.float32:
         return host.streamed(entry)
-    if entry.trainable and host.exp_avg.numel():
-        return host.exp_avg[entry.elems].view(entry.shape)
+    if entry.trainable and host.moments.numel():
+        return host.moments.view(torch.float32)[entry.elems].view(entry.shape)  # two of bf16 are as wide as one of fp32
     return None
 
 

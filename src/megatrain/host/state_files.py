@@ -71,7 +71,7 @@ def read_unit(path: Path, unit: HostUnit) -> FileRecord:
     stored = {t.name: (t.dtype, t.shape) for t in file.tensors}
     for name, tensor in tensors.items():
         if not tensor.numel() and name.startswith("exp_avg") and name in stored:
-            tensors[name] = torch.empty(stored[name][1], dtype=torch.float32)
+            tensors[name] = torch.empty(stored[name][1], dtype=stored[name][0])
     wanted = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
     filled = [n for n, t in tensors.items() if t.numel()]
     in_order = [t.name for t in file.tensors if t.nbytes] == filled

@@ -1,7 +1,7 @@
 """Everything a model and its optimizer keep in RAM, unit by unit, in one arena.
 
 Per trainable element in bf16 precision: 2 bytes of `hi` (streamed), 2 of `lo`, 8 of moments, 2 of gradient.
-Elements kept in fp32 have no `lo`: 4 bytes streamed, 8 of moments, 4 of gradient.
+Elements kept in fp32 have no `lo`: 4 bytes streamed, 8 of moments, 4 of gradient. Moments in bf16 take 4 bytes.
 """
 
 from __future__ import annotations
@@ -29,21 +29,26 @@ class _Block:
     pinned: bool
 
 
-def _blocks(unit: Unit, *, training: bool) -> Iterator[_Block]:
+def _blocks(unit: Unit, *, training: bool, moments: torch.dtype) -> Iterator[_Block]:
     layout = unit.layout
     yield _Block("hi", "weights", layout.nbytes, True)
     yield _Block("lo", "weights_low", 2 * layout.bf16_elems, False)
     if training:
         yield _Block("grad", "gradients", layout.param_bytes, True)
-        yield _Block("exp_avg", "optimizer", 4 * layout.elems, False)
-        yield _Block("exp_avg_sq", "optimizer", 4 * layout.elems, False)
+        yield _Block("moments", "optimizer", 2 * moments.itemsize * layout.elems, False)
 
 
-def footprint(anatomy: Anatomy, *, extra_pinned_bytes: int = 0, training: bool = True) -> dict[str, int]:
+def footprint(
+    anatomy: Anatomy,
+    *,
+    extra_pinned_bytes: int = 0,
+    training: bool = True,
+    moments: torch.dtype = torch.float32,
+) -> dict[str, int]:
     """Bytes by purpose that `HostStore.allocate` takes, from the very list that it allocates."""
     sizes = {"weights": 0, "weights_low": 0, "gradients": 0, "optimizer": 0}
     for unit in anatomy.units:
-        for block in _blocks(unit, training=training):
+        for block in _blocks(unit, training=training, moments=moments):
             sizes[block.purpose] += arena_footprint(block.nbytes, pinned=block.pinned)
     return sizes | {"extra": arena_footprint(extra_pinned_bytes, pinned=True)}
 
@@ -55,8 +60,9 @@ class HostUnit:
     unit: Unit
     hi: Tensor  # uint8 [layout.nbytes]: the streamed block, buffers included; page-locked
     lo: Tensor  # int16 [layout.bf16_elems]
-    exp_avg: Tensor  # fp32 [layout.elems]
-    exp_avg_sq: Tensor  # fp32 [layout.elems]
+    moments: Tensor  # uint8: the two moments, one behind the other
+    exp_avg: Tensor  # fp32 or bf16 [layout.elems]: the first of `moments`
+    exp_avg_sq: Tensor  # of the same dtype [layout.elems]: the second
     grad: Tensor  # uint8 [layout.param_bytes]: the gradient slab; page-locked
     steps: Tensor  # int64 [number of parameters]: AdamW steps each has taken
     version: int = 0  # optimizer updates done
@@ -97,28 +103,36 @@ class HostStore:
 
     @classmethod
     def allocate(
-        cls, anatomy: Anatomy, *, pin: bool, threads: int, extra_pinned_bytes: int = 0, training: bool = True
+        cls,
+        anatomy: Anatomy,
+        *,
+        pin: bool,
+        threads: int,
+        extra_pinned_bytes: int = 0,
+        training: bool = True,
+        moments: torch.dtype = torch.float32,
     ) -> HostStore:
         """Take the memory, all zero. `extra_pinned_bytes` stay free in the arena for `take`
         (of whole pages: `arena.footprint`).
 
         training=False leaves gradients and moments out (empty tensors): enough to load and export.
+        moments: what the optimizer's two moments are stored in, fp32 or bf16.
         Raises DoesNotFit when RAM cannot be had.
         """
         pinned = arena_footprint(extra_pinned_bytes, pinned=True)
         pageable = 0
         for unit in anatomy.units:
-            for block in _blocks(unit, training=training):
+            for block in _blocks(unit, training=training, moments=moments):
                 nbytes = arena_footprint(block.nbytes, pinned=block.pinned)
                 pinned, pageable = (pinned + nbytes, pageable) if block.pinned else (pinned, pageable + nbytes)
         arena = Arena(pinned_bytes=pinned, pageable_bytes=pageable, threads=threads, pin=pin)
         taken: dict[int, dict[str, Tensor]] = {unit.index: {} for unit in anatomy.units}
         for locked in (True, False):  # page-locked blocks first: only between the two kinds is a page lost
             for unit in anatomy.units:
-                for block in _blocks(unit, training=training):
+                for block in _blocks(unit, training=training, moments=moments):
                     if block.pinned is locked:
                         taken[unit.index][block.field] = arena.take(block.nbytes, pinned=locked)
-        return cls(tuple(_host_unit(unit, taken[unit.index]) for unit in anatomy.units), arena)
+        return cls(tuple(_host_unit(unit, taken[unit.index], moments=moments) for unit in anatomy.units), arena)
 
     @property
     def stem(self) -> HostUnit:
@@ -141,14 +155,17 @@ class HostStore:
         self.arena.close()
 
 
-def _host_unit(unit: Unit, blocks: dict[str, Tensor]) -> HostUnit:
+def _host_unit(unit: Unit, blocks: dict[str, Tensor], *, moments: torch.dtype) -> HostUnit:
     empty = torch.empty(0, dtype=torch.uint8)
+    both = blocks.get("moments", empty)
+    exp_avg, exp_avg_sq = both.view(moments).chunk(2) if both.numel() else (both.view(moments), both.view(moments))
     return HostUnit(
         unit=unit,
         hi=blocks["hi"],
         lo=blocks["lo"].view(torch.int16),
-        exp_avg=blocks.get("exp_avg", empty).view(torch.float32),
-        exp_avg_sq=blocks.get("exp_avg_sq", empty).view(torch.float32),
+        moments=both,
+        exp_avg=exp_avg,
+        exp_avg_sq=exp_avg_sq,
         grad=blocks.get("grad", empty),
         steps=torch.zeros(len(unit.layout.params), dtype=torch.int64),
     )

@@ -13,9 +13,11 @@ from megatrain.model.anatomy import Unit
 from megatrain.model.layout import Entry
 from megatrain.optim.definition import AdamWHyper, Factors, adamw_reference
 from megatrain.optim.kernel import Job, Kernel
+from megatrain.optim.kernel.on_device import DeviceKernel
+from megatrain.optim.rounding import Draws
 
 PLAIN_CHUNK = 1 << 22
-"""Elements of a hi/lo run that the plain-torch path recombines to fp32 at a time: bounds its temporary memory."""
+"""Elements that the plain-torch path widens to fp32 at a time: bounds its temporary memory."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,12 @@ class AdamW:
         decay_all: bool,
         never_decay: frozenset[str],
         kernel: Kernel | None,  # None: plain torch
+        device_kernel: DeviceKernel | None = None,  # for units on a device
+        seed: int = 0,  # of the run: moments in bf16 are rounded by it
     ) -> None:
         self.hyper = AdamWHyper(betas, eps, weight_decay)
-        self.kernel = kernel
+        self.kernel, self._device_kernel = kernel, device_kernel
+        self.seed = seed
         # without weight decay nothing tells the parameters of a layer apart, and they are one run
         self._decays = tuple(
             tuple(
@@ -62,11 +67,12 @@ class AdamW:
         no decay, no step counted.
         """
         runs = self._runs(host, touched=touched)
-        if self.kernel is None:
+        kernel = self.kernel if host.hi.is_cpu else self._device_kernel
+        if kernel is None:
             for run in runs:
                 self._plain(host, run, lr=lr, clip=clip)
         else:
-            self.kernel.run([self._job(host, run, lr=lr, clip=clip) for run in runs])
+            kernel.run([self._job(host, run, lr=lr, clip=clip) for run in runs])
         host.version += 1
 
     def _runs(self, host: HostUnit, *, touched: tuple[bool, ...] | None) -> list[Run]:
@@ -95,11 +101,19 @@ class AdamW:
             exp_avg_sq=host.exp_avg_sq[elems],
             grad=grad,
             factors=Factors.of(self.hyper, step=run.step, lr=lr, clip=clip, decays=run.decays),
+            draws=self._draws(host, run),
         )
+
+    def _draws(self, host: HostUnit, run: Run) -> Draws | None:
+        """None: the unit's moments are fp32, and nothing is rounded."""
+        if host.exp_avg.dtype is torch.float32:
+            return None
+        return Draws.of(seed=self.seed, unit=host.unit.index, step=run.step, first=run.start)
 
     def _plain(self, host: HostUnit, run: Run, *, lr: float, clip: float) -> None:
         weights, grad = _typed(host, run, host.hi), _typed(host, run, host.grad)
-        chunk = PLAIN_CHUNK if run.halves else run.stop - run.start
+        draws = self._draws(host, run)
+        chunk = PLAIN_CHUNK if run.halves or draws else run.stop - run.start
         for begin in range(0, run.stop - run.start, chunk):
             part = slice(begin, min(begin + chunk, run.stop - run.start))
             elems = slice(run.start + part.start, run.start + part.stop)
@@ -117,6 +131,7 @@ class AdamW:
                 lr=lr,
                 clip=clip,
                 decays=run.decays,
+                draws=draws.skip(begin) if draws else None,
             )
             if run.halves:
                 halves.split(master, hi=weights[part], lo=host.lo[elems])

@@ -12,6 +12,8 @@ Per element, every operation rounded to fp32, `fma` rounded once, the factors co
 One quirk belongs to it: torch takes eight elements at a time, and its compiler contracted the loop over the last
 ``n % 8`` elements of a tensor the other way, ``v = fma(beta2, v, (1 - beta2) * g * g)``. The kernel does the same, so
 that they agree for every length. The bits depend neither on threads nor on AVX-512 (torch's step stays at AVX2).
+
+Moments kept in bf16 are widened first and rounded last (`rounding`); the weight moves by the m and v of fp32.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
+
+from megatrain.optim.rounding import Draws, round_moments
 
 
 @dataclass(frozen=True)
@@ -66,17 +70,21 @@ def adamw_reference(
     param: Tensor,  # fp32 [n], updated in place, as are the moments
     *,
     grad: Tensor,  # fp32 or bf16 [n], read only
-    exp_avg: Tensor,  # fp32 [n]
-    exp_avg_sq: Tensor,  # fp32 [n]
+    exp_avg: Tensor,  # fp32 or bf16 [n]
+    exp_avg_sq: Tensor,  # of the same dtype [n]
     hyper: AdamWHyper,
     step: int,
     lr: float,
     clip: float,
     decays: bool,
+    draws: Draws | None = None,  # for moments in bf16
 ) -> None:
     """AdamW update number `step` of a contiguous run of elements: the definition, and what runs without a kernel."""
+    average, square = exp_avg.float(), exp_avg_sq.float()  # themselves where they are fp32
     adamw(
-        [param], [grad.float() * clip], [exp_avg], [exp_avg_sq], [], [torch.tensor(float(step - 1))],
+        [param], [grad.float() * clip], [average], [square], [], [torch.tensor(float(step - 1))],
         fused=True, amsgrad=False, maximize=False, lr=lr, beta1=hyper.betas[0], beta2=hyper.betas[1],
         weight_decay=hyper.weight_decay if decays else 0.0, eps=hyper.eps,
     )  # fmt: skip
+    if draws is not None:
+        round_moments(average, square, draws=draws, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)

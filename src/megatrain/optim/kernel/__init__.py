@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.definition import Factors
+from megatrain.optim.rounding import Draws
 
 LIBRARY = Path(__file__).with_name("libmegatrain_adamw.so")
-ABI = 1
-"""Must equal `kAbi` of adamw.h: the layout of `_Run` and the functions' arguments."""
+ABI = 2
+"""Must equal `kAbi` of adamw.h: the layout of `Run` and the functions' arguments."""
 
 
 class Isa(enum.IntEnum):
@@ -39,20 +40,22 @@ class Job:
     """A contiguous run of elements that share every factor. Tensors are on the CPU, [n]; all but `grad` are updated.
 
     With `low`, weights are bf16 high halves and the gradient is bf16; without, both are fp32.
+    With `draws`, both moments are bf16 and rounded by them; without, both are fp32.
     """
 
     weights: Tensor
     low: Tensor | None  # int16
-    exp_avg: Tensor  # fp32
-    exp_avg_sq: Tensor  # fp32
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     grad: Tensor
     factors: Factors
+    draws: Draws | None = None
 
     def check(self) -> None:
         """Raises ValueError on a tensor that the kernel would misread."""
         wide = torch.float32 if self.low is None else torch.bfloat16
-        expected = [(self.weights, wide), (self.grad, wide)]
-        expected += [(self.exp_avg, torch.float32), (self.exp_avg_sq, torch.float32)]
+        moment = torch.float32 if self.draws is None else torch.bfloat16
+        expected = [(self.weights, wide), (self.grad, wide), (self.exp_avg, moment), (self.exp_avg_sq, moment)]
         expected += [] if self.low is None else [(self.low, torch.int16)]
         for tensor, dtype in expected:
             if tensor.dtype is not dtype or tensor.numel() != self.weights.numel():
@@ -61,7 +64,7 @@ class Job:
                 raise ValueError(f"expected a contiguous CPU tensor, got strides {tensor.stride()} on {tensor.device}")
 
 
-class _Run(ctypes.Structure):
+class Run(ctypes.Structure):
     _fields_ = (
         ("weights", ctypes.c_void_p),
         ("low", ctypes.c_void_p),
@@ -69,8 +72,24 @@ class _Run(ctypes.Structure):
         ("exp_avg_sq", ctypes.c_void_p),
         ("grad", ctypes.c_void_p),
         ("n", ctypes.c_int64),
+        ("bf16_moments", ctypes.c_uint32),
+        ("first", ctypes.c_uint32),
+        ("key0", ctypes.c_uint32),
+        ("key1", ctypes.c_uint32),
         *((f.name, ctypes.c_float) for f in fields(Factors)),
     )
+
+
+def pack(job: Job, *, into: ctypes.Structure) -> None:
+    """Write a job as the C struct; its tensors must outlive the use of it."""
+    into.weights, into.grad = job.weights.data_ptr(), job.grad.data_ptr()
+    into.low = None if job.low is None else job.low.data_ptr()
+    into.exp_avg, into.exp_avg_sq, into.n = job.exp_avg.data_ptr(), job.exp_avg_sq.data_ptr(), job.weights.numel()
+    if job.draws is not None:
+        into.bf16_moments, into.first = 1, job.draws.first & 0xFFFFFFFF
+        into.key0, into.key1 = job.draws.key0, job.draws.key1
+    for field, value in zip(fields(Factors), astuple(job.factors), strict=True):
+        setattr(into, field.name, value)
 
 
 class Kernel:
@@ -93,14 +112,10 @@ class Kernel:
         """Update everything in `jobs`, spread over all threads; returns when it is done."""
         if self._pool is None:
             raise RuntimeError("the kernel is closed")
-        runs = (_Run * len(jobs))()
+        runs = (Run * len(jobs))()
         for run, job in zip(runs, jobs, strict=True):
             job.check()
-            run.weights, run.grad = job.weights.data_ptr(), job.grad.data_ptr()
-            run.low = None if job.low is None else job.low.data_ptr()
-            run.exp_avg, run.exp_avg_sq, run.n = job.exp_avg.data_ptr(), job.exp_avg_sq.data_ptr(), job.weights.numel()
-            for field, value in zip(fields(Factors), astuple(job.factors), strict=True):
-                setattr(run, field.name, value)
+            pack(job, into=run)
         self._library.megatrain_adamw(self._pool, self.isa, runs, len(jobs))
 
     def close(self) -> None:
@@ -127,7 +142,7 @@ def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
     library.megatrain_pool_destroy.restype = None
     library.megatrain_pool_destroy.argtypes = (ctypes.c_void_p,)
     library.megatrain_adamw.restype = None
-    library.megatrain_adamw.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Run), ctypes.c_int64)
+    library.megatrain_adamw.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Run), ctypes.c_int64)
     return library
 
 

@@ -16,7 +16,7 @@ using megatrain::Pool;
 using megatrain::Run;
 using megatrain::Step;
 
-// Elements that a thread takes at a time: 416 KiB of hi/lo state. Small enough to share a unit out evenly and to
+// Elements that a thread takes at a time: 288 or 416 KiB of hi/lo state. Small enough to share a unit out evenly and to
 // make up for a thread that is kept waiting, large enough that prefetching across its end costs nothing.
 constexpr int64_t kPiece = 16384;
 

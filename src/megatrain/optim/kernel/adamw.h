@@ -5,16 +5,18 @@
 
 namespace megatrain {
 
-constexpr int kAbi = 1;  // ABI of __init__.py
+constexpr int kAbi = 2;  // ABI of __init__.py
 
-// Consecutive elements that share every factor. Mirrors _Run of __init__.py.
+// Consecutive elements that share every factor. Mirrors Run of __init__.py.
 struct Run {
     void* weights;     // low ? bf16 high halves : fp32
     int16_t* low;      // low halves, or null
-    float* exp_avg;
-    float* exp_avg_sq;
+    void* exp_avg;     // bf16_moments ? bf16 : fp32
+    void* exp_avg_sq;
     const void* grad;  // low ? bf16 : fp32; never written
     int64_t n;
+    uint32_t bf16_moments;
+    uint32_t first, key0, key1;  // what bf16 moments are rounded with: Draws of rounding.py
     float clip, keep, lerp, beta2, square, bias2_sqrt, eps, neg_step;
 };
 

@@ -19,8 +19,12 @@ namespace {
 constexpr int64_t kTorchLanes = 8;  // definition.py: the last n % 8 elements contract the other way
 constexpr int64_t kAhead = 512;     // elements of prefetch: 1 KiB ahead in 16-bit streams, 2 KiB in fp32 ones
 
+constexpr uint32_t kMagnitude = 0x7fffffff;    // all but the sign
+constexpr uint32_t kLargestBf16 = 0x7f7f0000;  // the largest finite one, as fp32 bits
+
 struct ScalarLanes {
     using Float = float;
+    using Word = uint32_t;
     static constexpr int64_t width = 1;
     static Float fill(float x) { return x; }
     static Float add(Float a, Float b) { return a + b; }
@@ -32,18 +36,42 @@ struct ScalarLanes {
     static Float fma(Float a, Float b, Float c) { return std::fma(a, b, c); }
     static Float load(const float* p) { return *p; }
     static void store(float* p, Float x) { *p = x; }
+    static Word fill_word(uint32_t x) { return x; }
+    static Word count_from(uint32_t x) { return x; }  // x, x + 1, ... one for each lane
+    static Word plus(Word a, Word b) { return a + b; }
+    static Word times(Word a, Word b) { return a * b; }
+    static Word exclusive_or(Word a, Word b) { return a ^ b; }
+    static Word low_half(Word a) { return a & 0xffffu; }
+    template <int places>
+    static Word shift(Word a) {
+        return a >> places;
+    }
+    // The high half of the bits of x + random, or of x alone from the largest bf16 up. random is below 2^16.
+    static Word rounded(Float x, Word random) {
+        const uint32_t bits = bits_of(x);
+        return ((bits & kMagnitude) < kLargestBf16 ? bits + random : bits) >> 16;
+    }
+    // Words below 2^16, two streams at once.
+    static void store_words(void* p, Word a, void* q, Word b) {
+        *static_cast<uint16_t*>(p) = static_cast<uint16_t>(a);
+        *static_cast<uint16_t*>(q) = static_cast<uint16_t>(b);
+    }
     static Float load_bf16(const uint16_t* p) { return from_bits(static_cast<uint32_t>(*p) << 16); }
     static Float load_halves(const uint16_t* high, const int16_t* low) {
         return from_bits((static_cast<uint32_t>(*high) << 16) + static_cast<uint32_t>(static_cast<int32_t>(*low)));
     }
     static void store_halves(uint16_t* high, int16_t* low, Float x) {
-        uint32_t bits;
-        std::memcpy(&bits, &x, sizeof bits);
+        const uint32_t bits = bits_of(x);
         *high = static_cast<uint16_t>((bits + 0x8000u) >> 16);
         *low = static_cast<int16_t>(static_cast<uint16_t>(bits));
     }
 
    private:
+    static uint32_t bits_of(float x) {
+        uint32_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        return bits;
+    }
     static float from_bits(uint32_t bits) {
         float x;
         std::memcpy(&x, &bits, sizeof x);
@@ -82,29 +110,66 @@ struct Full {
     }
 };
 
+// How moments lie in memory.
+struct WideMoments {
+    template <class L>
+    static typename L::Float load(const void* moment, int64_t i) {
+        return L::load(static_cast<const float*>(moment) + i);
+    }
+    template <class L>
+    static void keep(const Run& r, int64_t i, typename L::Float m, typename L::Float v) {
+        L::store(static_cast<float*>(r.exp_avg) + i, m);
+        L::store(static_cast<float*>(r.exp_avg_sq) + i, v);
+    }
+};
+
+struct Bf16Moments {
+    template <class L>
+    static typename L::Float load(const void* moment, int64_t i) {
+        return L::load_bf16(static_cast<const uint16_t*>(moment) + i);
+    }
+    template <class L>
+    static void keep(const Run& r, int64_t i, typename L::Float m, typename L::Float v) {
+        const typename L::Word random = words<L>(r, i);
+        L::store_words(static_cast<uint16_t*>(r.exp_avg) + i, L::rounded(m, L::low_half(random)),
+                       static_cast<uint16_t*>(r.exp_avg_sq) + i, L::rounded(v, L::template shift<16>(random)));
+    }
+
+   private:
+    // The random words of elements i, i + 1, ... rounding.py says what they are.
+    template <class L>
+    static typename L::Word words(const Run& r, int64_t i) {
+        using W = typename L::Word;
+        W h = L::exclusive_or(L::count_from(r.first + static_cast<uint32_t>(i)), L::fill_word(r.key0));
+        h = L::times(L::exclusive_or(h, L::template shift<16>(h)), L::fill_word(0x7feb352d));
+        h = L::plus(L::exclusive_or(h, L::template shift<15>(h)), L::fill_word(r.key1));
+        h = L::times(h, L::fill_word(0x846ca68b));
+        return L::exclusive_or(h, L::template shift<16>(h));
+    }
+};
+
 enum class Contraction { kVector, kTail };
 enum class Lerp { kFromAverage, kFromGradient };  // beta1 > 0.5, or not: the end that is nearer, as in torch
 
 // L::width elements at i.
-template <class L, class Format, Lerp lerp, Contraction contraction>
+template <class L, class Format, class Moments, Lerp lerp, Contraction contraction>
 inline __attribute__((always_inline)) void update(const Run& r, int64_t i) {
     using F = typename L::Float;
     const F grad = L::mul(Format::template grad<L>(r, i), L::fill(r.clip));
     const F weight = L::mul(Format::template weight<L>(r, i), L::fill(r.keep));
 
-    const F average = L::load(r.exp_avg + i);
+    const F average = Moments::template load<L>(r.exp_avg, i);
     const F away = L::sub(grad, average);
     // The third differs from the second in the sign of a zero only.
     const F m = lerp == Lerp::kFromAverage            ? L::fma(L::fill(r.lerp), away, average)
                 : contraction == Contraction::kVector ? L::fma(L::fill(r.lerp - 1.0f), away, grad)
                                                       : L::fma(L::fill(1.0f - r.lerp), L::negative(away), grad);
-    L::store(r.exp_avg + i, m);
 
-    const F square = L::load(r.exp_avg_sq + i);
+    const F square = Moments::template load<L>(r.exp_avg_sq, i);
     const F part = L::mul(L::fill(r.square), grad);
     const F v = contraction == Contraction::kVector ? L::fma(part, grad, L::mul(square, L::fill(r.beta2)))
                                                     : L::fma(square, L::fill(r.beta2), L::mul(part, grad));
-    L::store(r.exp_avg_sq + i, v);
+    Moments::template keep<L>(r, i, m, v);
 
     const F denominator = L::add(L::div(L::sqrt(v), L::fill(r.bias2_sqrt)), L::fill(r.eps));
     const F move = L::div(L::mul(L::fill(r.neg_step), m), denominator);
@@ -116,45 +181,52 @@ inline __attribute__((always_inline)) void prefetch(const void* base, int64_t by
     __builtin_prefetch(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(base) + static_cast<uintptr_t>(bytes)));
 }
 
-// The streams of 32 elements, `kAhead` elements from i: 64 bytes of each 16-bit stream, 128 of each fp32 one.
-template <class Format>
-inline __attribute__((always_inline)) void prefetch_all(const Run& r, int64_t i) {
-    const int64_t at = i + kAhead;
-    constexpr int64_t width = std::is_same<Format, Halves>::value ? 2 : 4;
-    for (int64_t line = 0; line < 32 * width; line += 64) {
-        prefetch(r.weights, at * width + line);
-        prefetch(r.grad, at * width + line);
-    }
-    if (width == 2) prefetch(r.low, at * 2);
-    for (int64_t line = 0; line < 128; line += 64) {
-        prefetch(r.exp_avg, at * 4 + line);
-        prefetch(r.exp_avg_sq, at * 4 + line);
-    }
+// 32 elements of `width` bytes, from number `at` of a stream.
+template <int64_t width>
+inline __attribute__((always_inline)) void prefetch_32(const void* base, int64_t at) {
+    for (int64_t line = 0; line < 32 * width; line += 64) prefetch(base, at * width + line);
 }
 
-template <class L, class Format, Lerp lerp>
-void step_range(const Run& r, int64_t begin, int64_t end) {
+// Every stream of 32 elements, `kAhead` elements from i.
+template <class Format, class Moments>
+inline __attribute__((always_inline)) void prefetch_all(const Run& r, int64_t i) {
+    constexpr int64_t weight = std::is_same<Format, Halves>::value ? 2 : 4;
+    constexpr int64_t moment = std::is_same<Moments, Bf16Moments>::value ? 2 : 4;
+    const int64_t at = i + kAhead;
+    prefetch_32<weight>(r.weights, at);
+    prefetch_32<weight>(r.grad, at);
+    if (weight == 2) prefetch_32<2>(r.low, at);
+    prefetch_32<moment>(r.exp_avg, at);
+    prefetch_32<moment>(r.exp_avg_sq, at);
+}
+
+template <class L, class Format, class Moments, Lerp lerp>
+void step_range(const Run& run, int64_t begin, int64_t end) {
+    const Run r = run;  // our own: no store into the streams can change it, so it is read once
     const int64_t tail = r.n - r.n % kTorchLanes;
     const int64_t body = end < tail ? end : tail;
     int64_t i = begin;
     for (; i + 32 <= body; i += 32) {
-        prefetch_all<Format>(r, i);
-        for (int64_t k = 0; k < 32; k += L::width) update<L, Format, lerp, Contraction::kVector>(r, i + k);
+        prefetch_all<Format, Moments>(r, i);
+        for (int64_t k = 0; k < 32; k += L::width) update<L, Format, Moments, lerp, Contraction::kVector>(r, i + k);
     }
-    for (; i + L::width <= body; i += L::width) update<L, Format, lerp, Contraction::kVector>(r, i);
-    for (; i < body; ++i) update<ScalarLanes, Format, lerp, Contraction::kVector>(r, i);
-    for (; i < end; ++i) update<ScalarLanes, Format, lerp, Contraction::kTail>(r, i);
+    for (; i + L::width <= body; i += L::width) update<L, Format, Moments, lerp, Contraction::kVector>(r, i);
+    for (; i < body; ++i) update<ScalarLanes, Format, Moments, lerp, Contraction::kVector>(r, i);
+    for (; i < end; ++i) update<ScalarLanes, Format, Moments, lerp, Contraction::kTail>(r, i);
+}
+
+template <class L, class Format, class Moments>
+void step_with(const Run& r, int64_t begin, int64_t end) {
+    std::fabs(r.lerp) < 0.5f ? step_range<L, Format, Moments, Lerp::kFromAverage>(r, begin, end)
+                             : step_range<L, Format, Moments, Lerp::kFromGradient>(r, begin, end);
 }
 
 template <class L>
 void step_lanes(const Run& r, int64_t begin, int64_t end) {
-    const bool near_average = std::fabs(r.lerp) < 0.5f;
     if (r.low != nullptr) {
-        near_average ? step_range<L, Halves, Lerp::kFromAverage>(r, begin, end)
-                     : step_range<L, Halves, Lerp::kFromGradient>(r, begin, end);
+        r.bf16_moments ? step_with<L, Halves, Bf16Moments>(r, begin, end) : step_with<L, Halves, WideMoments>(r, begin, end);
     } else {
-        near_average ? step_range<L, Full, Lerp::kFromAverage>(r, begin, end)
-                     : step_range<L, Full, Lerp::kFromGradient>(r, begin, end);
+        r.bf16_moments ? step_with<L, Full, Bf16Moments>(r, begin, end) : step_with<L, Full, WideMoments>(r, begin, end);
     }
 }
 
