@@ -245,6 +245,59 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch
         made.save(TrainState(step=2))
 
 
+def roomy(monkeypatch: pytest.MonkeyPatch, folder: Path, *, checkpoints: int) -> None:
+    """A disk that has room for so many checkpoints of the tiny store and a little more."""
+    usage, one = shutil.disk_usage(folder), state_bytes(tiny_store()) + checkpoint_writer._SPARE_BYTES
+
+    def disk_usage(path: Path) -> Any:
+        return usage._replace(free=one * (checkpoints - len(list(folder.glob("*-0*")))) + 1000)
+
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+
+
+@pytest.mark.parametrize(("room", "left"), [(3, [10, 15]), (2, [10, 15]), (1, [5])])
+def test_two_are_kept_where_three_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, left: list[int]
+) -> None:
+    """The oldest goes first if it must; the last one that is left never does."""
+    made = writer(tmp_path, keep=2)
+    roomy(monkeypatch, tmp_path, checkpoints=room)
+    made.save(TrainState(step=5))
+    for step in (10, 15):
+        if room == 1:
+            with pytest.raises(DiskError, match="step-000005 is intact"):
+                made.save(TrainState(step=step))
+        else:
+            made.save(TrainState(step=step))
+    assert [c.state.step for c in find_checkpoints(tmp_path).usable] == left[::-1]
+    told = [text for text in made.console.told if "goes before its time" in text]
+    assert [text.split("; ")[1].split()[0] for text in told] == (["step-000005"] if room == 2 else [])
+
+
+def test_where_room_is_short_a_damaged_one_goes_and_the_usable_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = writer(tmp_path, keep=2)
+    made.save(TrainState(step=5))
+    made.save(TrainState(step=10))
+    cut_off(tmp_path / "step-000010")
+    roomy(monkeypatch, tmp_path, checkpoints=2)
+    made.save(TrainState(step=15))
+    assert names(tmp_path) == ["step-000005", "step-000015"]
+
+
+def test_the_weights_digest_is_of_the_masters_alone(tmp_path: Path) -> None:
+    store = tiny_store()
+    made = writer(tmp_path, store=store, keep=9)
+    first = made.save(TrainState(step=1)).weights_sha256
+    store.stem.exp_avg += 1
+    store.stem.steps += 1
+    assert made.save(TrainState(step=2)).weights_sha256 == first
+    store.layers[1].lo[3] += 1
+    assert made.save(TrainState(step=3)).weights_sha256 != first
+    assert len({c.manifest.weights_sha256 for c in find_checkpoints(tmp_path).usable}) == 2
+
+
 def test_a_folder_that_vanished_is_made_again(tmp_path: Path) -> None:
     made = writer(tmp_path / "run" / "checkpoints")
     made.save(TrainState(step=1))

@@ -207,6 +207,40 @@ def test_skip_touches_nothing_and_counts(tmp_path: Path, spoiled: FakeNumbers) -
     assert int(run.store.stem.steps[0]) == 4
 
 
+def test_a_step_that_is_not_finite_says_where(tmp_path: Path) -> None:
+    run = stage(tmp_path, epochs=1, nonfinite="skip")
+    run.executor.spoil[3] = FakeNumbers(2.0, math.inf)
+    run.executor.spoil[4] = NAN
+    run.executor.unit_norms = {0: math.inf, 1: 1.0, 2: math.nan, 3: 1.0}
+    run.train()
+    third, fourth = (line for line in run.lines if line["kind"] == "skip")
+    assert (third["rows"], third["layers"]) == (["rows.jsonl: row 3"], ["layer 1", "stem"])
+    assert third["reason"] == (
+        "the gradient norm is inf, somewhere in rows.jsonl: row 3; the gradient of layer 1, stem is not finite"
+    )
+    assert fourth["reason"].startswith("the loss is nan, in rows.jsonl: row 4")
+    stopped = stage(tmp_path / "stop", epochs=1)
+    stopped.executor.spoil[3] = NAN
+    stopped.executor.unit_norms = dict.fromkeys(range(4), math.nan)
+    with pytest.raises(NonFinite, match=r"in rows\.jsonl: row 3; every layer's gradient is affected; no weight was"):
+        stopped.train()
+
+
+def test_a_loss_far_above_the_usual_is_noted_and_changes_nothing(tmp_path: Path) -> None:
+    settings = {"epochs": None, "steps": 40, "log_every": 40}
+    calm = stage(tmp_path / "calm", **settings)
+    calm.train()
+    run = stage(tmp_path / "spiky", **settings)
+    run.executor.spoil[30] = FakeNumbers(1e9, 1.0)
+    run.train()
+    lines = {line["step"]: line for line in run.lines if line["kind"] == "train"}
+    assert lines.keys() == {1, 30, 40}, "a spike is logged whatever log_every says"
+    assert lines[1]["loss_spike"] is None
+    assert 0 < lines[30]["loss_spike"] < 1e9
+    assert any(text.startswith("warning: step 30: the loss is 1000000000.0000, far above") for text in run.console.told)
+    assert not any("far above" in text for text in calm.console.told)
+
+
 def test_ignore_looks_at_nothing(tmp_path: Path) -> None:
     run = stage(tmp_path, epochs=1, nonfinite="ignore")
     run.executor.spoil[3] = NAN

@@ -136,6 +136,15 @@ def remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
+def droppable(folder: Path, *, step: int) -> list[Path]:
+    """What may go when the disk is short, the oldest first: the newest usable checkpoint up to `step` stays."""
+    usable = [found.path for found in find_checkpoints(folder).usable if found.state.step <= step]
+    if not usable:
+        return []
+    ours = [path for path in reversed(steps(folder)) if step_of(path) <= step and path != usable[0]]
+    return ours + given_up(folder)
+
+
 def give_up_after(folder: Path, *, step: int) -> list[Path]:
     """Rename the checkpoints of later steps, newest first, so that nothing but their new names leads to them.
 

@@ -24,8 +24,8 @@ from megatrain.report.events import SaveReport
 from megatrain.report.text import clock
 from megatrain.train import manifest as manifests
 from megatrain.train.checkpoint import (
+    droppable,
     file_name,
-    find_checkpoints,
     given_up,
     newest_checkpoint,
     path_of,
@@ -166,21 +166,13 @@ class CheckpointWriter:
         needed = state_bytes(self._store) + _SPARE_BYTES
         if shutil.disk_usage(self._folder).free >= needed:
             return
-        for path in self._droppable(state):
+        for path in droppable(self._folder, step=state.step):
             self._console.warn(f"the disk has no room for one more checkpoint; {path.name} goes before its time")
             remove(path)
             if shutil.disk_usage(self._folder).free >= needed:
                 return
         free = shutil.disk_usage(self._folder).free
         raise OSError(f"{format_size(needed)} are needed and {format_size(free)} are free in {self._folder}")
-
-    def _droppable(self, state: TrainState) -> list[Path]:
-        """What may go while the newest one of this run that can be used stays: the oldest first."""
-        usable = [found.path for found in find_checkpoints(self._folder).usable if found.state.step <= state.step]
-        if not usable:
-            return []
-        ours = [path for path in reversed(steps(self._folder)) if step_of(path) <= state.step]
-        return [path for path in ours if path != usable[0]] + given_up(self._folder)
 
     def _prune(self, step: int) -> None:
         """Keep the newest complete ones up to `step`; what lies beyond it is of a future that was given up."""

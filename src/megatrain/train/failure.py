@@ -9,17 +9,18 @@ import torch
 
 from megatrain.errors import DISK_FAULTS, DiskError, DoesNotFit, MegatrainError
 from megatrain.optim.worker import OptimizerFailed
+from megatrain.train.gate import SaverFailed
 
 _NO_THREAD = "can't start new thread"  # nor has Python
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # PyTorch has no class for it
 
 
 def machine_error(error: Exception, *, folder: Path | None = None) -> MegatrainError | None:
-    """What the machine lacks, if that is what the error says, or what the optimizer's thread died of.
+    """What the machine lacks, if that is what the error says, or what the optimizer's or the saver's thread died of.
 
     In the run's own `folder` every trouble with a file is somebody else's: what lies there was moved or replaced.
     """
-    if isinstance(error, OptimizerFailed) and isinstance(error.__cause__, Exception):
+    if isinstance(error, OptimizerFailed | SaverFailed) and isinstance(error.__cause__, Exception):
         return machine_error(error.__cause__, folder=folder)
     if isinstance(error, torch.OutOfMemoryError):
         return DoesNotFit(

@@ -23,7 +23,14 @@ from megatrain.report.metrics import MetricsLog
 from megatrain.report.process import host_peak_bytes, versions
 from megatrain.report.sinks import open_sinks
 from megatrain.train.build import build_run
-from megatrain.train.checkpoint import Checkpoint, give_up_after, newest_checkpoint, state_bytes, weights_digest
+from megatrain.train.checkpoint import (
+    Checkpoint,
+    droppable,
+    give_up_after,
+    newest_checkpoint,
+    state_bytes,
+    weights_digest,
+)
 from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.export import export_bytes, export_run
 from megatrain.train.failure import error_object, machine_error
@@ -198,13 +205,16 @@ class Session:
         if self.recipe.train.save_every is not None and free < many:
             self._console.warn(
                 f"output.keep={self.recipe.output.keep} takes up to {format_size(many)} of disk, "
-                f"and {format_size(free)} are free"
+                f"and {format_size(free)} are free; the oldest then goes before the new one is written"
             )
 
     def _check_room(self, one: int, *, export: int, start: Start) -> int:
         """Bytes free for this run. Raises DiskError if a checkpoint and the export do not fit in them."""
         there = next(p for p in (self.rundir.path, *self.rundir.path.absolute().parents) if p.exists())
         free = shutil.disk_usage(there).free + (_size(self.rundir.path) if start.replaces else 0)
+        if start.in_place and start.candidates:
+            older = droppable(self.rundir.checkpoints, step=start.candidates[0].state.step)
+            free += sum(_size(path) for path in older)
         if free < one + export:
             raise DiskError(
                 f"a checkpoint ({format_size(one)}) and the exported model ({format_size(export)}) are to be written, "
