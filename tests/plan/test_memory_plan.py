@@ -106,16 +106,17 @@ def test_a_large_card_keeps_activations_and_stops_at_the_useful_size() -> None:
 def test_the_store_takes_fourteen_bytes_a_parameter() -> None:
     table = host_bytes(SEVEN_B)
     steps = table.pop("step counts")
-    assert sum(table.values()) == 14 * SEVEN_B.params_total
+    pages = 4096 * (2 * 30 + 1)  # page-locked blocks own whole pages
+    assert 14 * SEVEN_B.params_total <= sum(table.values()) < 14 * SEVEN_B.params_total + pages
     assert steps == 8 * 9 * 30
     fp32 = host_bytes(TINY)
-    assert fp32.pop("step counts") + sum(fp32.values()) == 16 * TINY.params_total + 8 * 9 * 6
+    assert 0 <= fp32.pop("step counts") + sum(fp32.values()) - 16 * TINY.params_total - 8 * 9 * 6 < 4096 * 14
     assert fp32["low halves of the masters"] == 0
 
 
 def test_bf16_moments_take_ten_bytes_a_parameter() -> None:
     table = host_bytes(SEVEN_B, moment_bytes=2)
-    assert sum(table.values()) - table["step counts"] == 10 * SEVEN_B.params_total
+    assert 0 <= sum(table.values()) - table["step counts"] - 10 * SEVEN_B.params_total < 4096 * 61
     wide = make()
     slim = plan(
         SEVEN_B, memory=Settings(), batch_size=32, seq_len=2048, packed=False, limits=limits(), dense_masks=False,
@@ -232,7 +233,7 @@ def test_a_run_that_goes_on_keeps_what_decides_rounding() -> None:
             packed=False,
             limits=limits(),
             dense_masks=False,
-            kept=kept,
+            resumed=kept,
         )
 
     tight = make(vram=14 * GIB)
@@ -336,7 +337,8 @@ def test_too_little_host_memory_names_numbers_purposes_and_what_to_do() -> None:
     text = str(caught.value)
     assert "64.00 GiB may be used (memory.host)" in text
     assert "optimizer moments 56.7" in text
-    assert "hint: raise memory.host" in text
+    assert "hint: this is enough: raise memory.host to 112.5GiB" in text
+    assert "optimizer.state: bf16 (saves 28.37 GiB)" in text
 
 
 def test_too_little_vram_names_the_smallest_cut_that_was_tried() -> None:

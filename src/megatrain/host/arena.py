@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import DoesNotFit
+from megatrain.host.pages import BORDER
+from megatrain.host.pages import footprint as footprint
 
-ALIGN = 256
 HUGE_PAGE = 2 << 20
 TOUCH_PIECE = 64 << 20
 MADV_POPULATE_WRITE = 23  # Linux 5.14: fault pages in for writing without writing to them
@@ -41,12 +42,6 @@ class ArenaReport:
     failure: str | None  # why the rest is pageable
 
 
-def footprint(nbytes: int, *, pinned: bool) -> int:
-    """Bytes that `Arena.take` uses up for a block: page-locked blocks own whole pages."""
-    unit = mmap.PAGESIZE if pinned else ALIGN
-    return -(-nbytes // unit) * unit
-
-
 class Arena:
     """Hands out blocks of one mapping, in order, never taken back before the end.
 
@@ -57,8 +52,7 @@ class Arena:
 
     def __init__(self, *, pinned_bytes: int, pageable_bytes: int, threads: int, pin: bool) -> None:
         """Map and populate. The two sizes are sums of `footprint`. Raises DoesNotFit when RAM cannot be had."""
-        # the page more is for a locked block that follows a pageable one
-        self._size = footprint(pinned_bytes, pinned=True) + footprint(pageable_bytes, pinned=False) + mmap.PAGESIZE
+        self._size = footprint(pinned_bytes, pinned=True) + footprint(pageable_bytes, pinned=False) + BORDER
         self._memory = _map(self._size)
         _populate(self._memory, threads=threads)
         self._next = 0

@@ -1,14 +1,16 @@
 """Bytes by purpose: what the store, the rings and the executor allocate for a plan.
 
-Everything is a sum of sizes that those rooms allocate; RECOMPUTE_FACTOR is the one number that was measured.
+Everything is a sum of sizes that those rooms allocate (a test compares them byte for byte); RECOMPUTE_FACTOR is the
+one number that was measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megatrain.host.pages import BORDER, footprint
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
 from megatrain.plan.hardware import Limit
 
@@ -26,6 +28,8 @@ LOAD_BUFFERS = 2
 """Inputs on their way back to the device when activations wait in host memory."""
 SENDS_IN_FLIGHT = 2
 """Inputs on their way out, whose memory the device still holds."""
+TOKEN_BYTES = 4 * 8
+"""Of a token of the running step: its number, label, position and mask, as the loader hands them out."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,8 @@ class MemoryPlan:
     host_limit: Limit
     device_limit: Limit | None
     on_cpu: bool
+    resident: int = 0  # units, from the stem on, that stay on the device with their optimizer state
+    kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
 
     @property
     def device_total(self) -> int:
@@ -58,8 +64,17 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        on_device = self.device_limit is None or self.device_total <= self.device_limit.bytes
-        return on_device and self.host_total <= self.host_limit.bytes
+        return self.device_fits and self.host_total <= self.host_limit.bytes
+
+    @property
+    def device_fits(self) -> bool:
+        return self.device_limit is None or self.device_total <= self.device_limit.bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What the device copies from and to, and is to be page-locked."""
+        wanted = ("weights as streamed", "gradients", "activations")
+        return sum(self.host.get(purpose, 0) for purpose in wanted)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as a checkpoint's manifest keeps them."""
@@ -72,76 +87,117 @@ class MemoryPlan:
         return cls(**{**values, **limits})
 
 
-def account(
-    chosen: MemoryPlan,
-    *,
-    sizes: ModelSizes,
-    stem_shared: bool,
-    dense_masks: bool,
-    context_bytes: int,
-    process_bytes: int,
-    reserve: int,
-    moment_bytes: int = 4,
-) -> MemoryPlan:
-    """The plan with both tables filled in, and the head chunk where it is 0.
+@dataclass(frozen=True)
+class Terms:
+    """What the tables depend on beside the plan.
 
     stem_shared: the tail or the layers read stem tensors too, so that its gradient sum lives beside theirs.
     dense_masks: the attention in use is given a mask of seq_len^2 bytes a row. context_bytes: 0 on the CPU.
-    process_bytes: what the process holds before it allocates. reserve: left to the system.
-    moment_bytes: per element of each of the optimizer's two moments.
+    process_bytes: what the process holds before it allocates; libraries_bytes: what it will hold beyond that of code
+    and compiler. reserve: left to the system. moment_bytes: per element of each of the optimizer's two moments.
+    batch_tokens: of one step, padding included.
     """
+
+    sizes: ModelSizes
+    stem_shared: bool
+    dense_masks: bool
+    context_bytes: int
+    process_bytes: int
+    libraries_bytes: int
+    reserve: int
+    moment_bytes: int
+    batch_tokens: int
+
+
+def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
+    """The plan with both tables filled in, and the head chunk where it is 0."""
+    sizes = terms.sizes
     chosen = replace(chosen, head_chunk=chosen.head_chunk or _head_chunk(chosen, sizes=sizes))
-    device = _device_bytes(chosen, sizes=sizes, stem_shared=stem_shared)
-    if dense_masks:
+    device = _device_bytes(chosen, terms=terms)
+    if terms.dense_masks:
         device["attention masks"] = chosen.micro_batch * chosen.micro_batches * chosen.seq_len**2
-    host = host_bytes(sizes, moment_bytes=moment_bytes)
+    if terms.context_bytes:
+        device["context and workspaces"] = terms.context_bytes
+    host = host_bytes(sizes, moment_bytes=terms.moment_bytes)
     if chosen.activations == "host":
-        host["activations"] = _activation_bytes(chosen, sizes=sizes)
-    host["this process so far"] = process_bytes
-    extra = {"context and workspaces": context_bytes} if context_bytes else {}
-    kept = {"left to the system": reserve} if reserve else {}
-    return replace(chosen, host=host | kept, device=device | extra)
+        host["activations"] = _waiting_rows(chosen, sizes=sizes) * footprint(chosen.input_bytes, pinned=True)
+    copies = 1 if chosen.on_cpu else 2  # a page-locked one for the way to the device
+    host["rows of the step"] = copies * TOKEN_BYTES * terms.batch_tokens
+    host["this process so far"] = terms.process_bytes
+    if terms.libraries_bytes:
+        host["libraries and compiler"] = terms.libraries_bytes
+    if terms.reserve:
+        host["left to the system"] = terms.reserve
+    return replace(chosen, host=host, device=device)
+
+
+# --- host and disk ---------------------------------------------------------------------------------------
+
+
+def units_of(sizes: ModelSizes) -> tuple[UnitSizes, ...]:
+    """In the order of the store."""
+    return (sizes.stem, *sizes.layers, sizes.tail)
 
 
 def host_bytes(sizes: ModelSizes, *, moment_bytes: int = 4) -> dict[str, int]:
     """The store: every unit's streamed half, the rest of its master, two moments, a gradient slab, step counts."""
-    units = (sizes.stem, *sizes.layers, sizes.tail)
+    units = units_of(sizes)
     return {
-        "weights as streamed": sum(u.streamed_bytes for u in units),
-        "low halves of the masters": sum(2 * u.bf16_elems for u in units),
-        "optimizer moments": sum(2 * moment_bytes * u.elems for u in units),
-        "gradients": sum(u.param_bytes for u in units),
+        "weights as streamed": sum(footprint(u.streamed_bytes, pinned=True) for u in units) + BORDER,
+        "low halves of the masters": sum(footprint(2 * u.bf16_elems, pinned=False) for u in units),
+        "optimizer moments": sum(footprint(2 * moment_bytes * u.elems, pinned=False) for u in units),
+        "gradients": sum(footprint(u.param_bytes, pinned=True) for u in units),
         "step counts": sum(8 * u.params for u in units),
     }
 
 
 def checkpoint_bytes(sizes: ModelSizes, *, moment_bytes: int = 4) -> int:
     """Bytes of tensors in one checkpoint: all of the store but the gradients."""
-    table = host_bytes(sizes, moment_bytes=moment_bytes)
-    return sum(nbytes for purpose, nbytes in table.items() if purpose != "gradients")
+    return sum(u.streamed_bytes + 2 * u.bf16_elems + 2 * moment_bytes * u.elems + 8 * u.params for u in units_of(sizes))
 
 
-def _activation_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
-    return len(sizes.layers) * chosen.micro_batches * chosen.input_bytes
+def _waiting_rows(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
+    """How many stored inputs there are: one of each layer and micro-batch."""
+    return len(sizes.layers) * chosen.micro_batches
 
 
-def _device_bytes(chosen: MemoryPlan, *, sizes: ModelSizes, stem_shared: bool) -> dict[str, int]:
+# --- device ----------------------------------------------------------------------------------------------
+
+
+def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
+    sizes = terms.sizes
     outer = (sizes.stem.elems, sizes.tail.elems)
-    layer = _largest(sizes.layers)
-    waiting = (
-        _activation_bytes(chosen, sizes=sizes)
-        if chosen.activations == "device"
-        else (chosen.load_buffers + SENDS_IN_FLIGHT) * chosen.input_bytes
-    )
-    return {
-        "weight slots": chosen.slots * layer.streamed_bytes,
+    streamed = sizes.layers[max(0, chosen.resident - 1) :]
+    slot = max((u.streamed_bytes for u in streamed), default=0)
+    layer = largest(sizes.layers)
+    table = {
+        "weight slots": chosen.slots * slot,
         "stem and tail": sizes.stem.streamed_bytes + sizes.tail.streamed_bytes,
-        "fp32 gradient sums": 4 * (layer.elems + (sum(outer) if stem_shared else max(outer))),
+        "fp32 gradient sums": 4 * (layer.elems + (sum(outer) if terms.stem_shared else max(outer))),
         "gradient buffers": chosen.grad_buffers * layer.param_bytes,
         "hidden states": 2 * chosen.micro_batches * chosen.input_bytes,
-        "activations": waiting,
+        "activations": _device_inputs(chosen, sizes=sizes),
         "one layer's backward or the head": _transient_bytes(chosen, sizes=sizes),
     }
+    if chosen.resident:
+        table["resident units"] = _resident_bytes(chosen, terms=terms)
+    if chosen.kept:
+        tokens = chosen.micro_batches * chosen.micro_batch * chosen.seq_len
+        table["kept graphs"] = chosen.kept * sizes.saved_bytes_per_token * tokens
+    return table
+
+
+def _device_inputs(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
+    if chosen.activations == "device":
+        return _waiting_rows(chosen, sizes=sizes) * chosen.input_bytes
+    return (chosen.load_buffers + SENDS_IN_FLIGHT) * chosen.input_bytes
+
+
+def _resident_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
+    """Masters, moments and gradients of the first units; the weights of stem and tail are counted as such already."""
+    units = units_of(terms.sizes)[: chosen.resident]
+    weights = sum(u.streamed_bytes for u in terms.sizes.layers[: max(0, chosen.resident - 1)])
+    return weights + sum(2 * u.bf16_elems + 2 * terms.moment_bytes * u.elems + u.param_bytes for u in units)
 
 
 def _transient_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
@@ -151,7 +207,7 @@ def _transient_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
 
 def _backward_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
     tokens = chosen.micro_batch * chosen.seq_len
-    return int(RECOMPUTE_FACTOR * sizes.saved_bytes_per_token * tokens) + _largest(sizes.layers).param_bytes
+    return int(RECOMPUTE_FACTOR * sizes.saved_bytes_per_token * tokens) + largest(sizes.layers).param_bytes
 
 
 def _head_bytes(chosen: MemoryPlan, *, sizes: ModelSizes, chunk: int) -> int:
@@ -168,7 +224,7 @@ def _head_chunk(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
     return next(fitting, HEAD_CHUNKS[-1])
 
 
-def _largest(layers: tuple[UnitSizes, ...]) -> UnitSizes:
+def largest(layers: Sequence[UnitSizes]) -> UnitSizes:
     """No layer has more of anything than this made-up one: layers of several kinds share slots and buffers."""
     return replace(
         layers[0],

@@ -84,6 +84,21 @@ def read_host_memory(*, root: Path = Path("/"), rlimit: Callable[[int], int] | N
     return HostMemory(limit, _smallest([*free, limit]), own, may_grow=counted and limit is installed and _grows(root))
 
 
+def read_page_lock(*, root: Path = Path("/"), rlimit: Callable[[int], int] | None = None) -> Limit | None:
+    """How much a device may read without a copy, where that is less than memory: on WSL2. None: no limit is known.
+
+    Windows lends its guest about half of the guest's memory for page-locking, and counts RLIMIT_MEMLOCK. NVIDIA's own
+    Linux driver asks for neither; what else stands in the way there (a container, a sandbox) only trying tells, which
+    is what `megatrain doctor` does.
+    """
+    version = "".join(_lines(root / "proc/version")).lower()
+    if "microsoft" not in version:
+        return None
+    half = Limit(_fields(root / "proc/meminfo")["MemTotal"] // 2, "WSL2 page-locks half of its memory at most")
+    locked = (rlimit or _soft_limit)(resource.RLIMIT_MEMLOCK)
+    return half if locked >= half.bytes else Limit(locked, "RLIMIT_MEMLOCK under WSL2")
+
+
 def _smallest(limits: list[Limit]) -> Limit:
     return min(limits, key=lambda limit: limit.bytes)
 

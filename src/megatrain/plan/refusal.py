@@ -2,56 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatrain.errors import DoesNotFit
 from megatrain.plan.accounting import MemoryPlan
-from megatrain.plan.hardware import Limit
-from megatrain.plan.settings import MemorySettings
+from megatrain.plan.advice import Advice, advise
+from megatrain.plan.job import Job
+from megatrain.plan.words import cut, gib, table
 
-GIB = 1 << 30
+MOST = 4
+"""Changes named in one hint, and half as many that help but are not enough."""
 
 
-def does_not_fit(smallest: MemoryPlan, *, memory: MemorySettings) -> DoesNotFit:
+def does_not_fit(job: Job, *, smallest: MemoryPlan) -> DoesNotFit:
+    return DoesNotFit(shortage(smallest), hint=hint(advise(job, short=smallest)))
+
+
+def shortage(smallest: MemoryPlan) -> str:
+    """Which memory is short in a plan that does not fit, and what takes it."""
     device_limit = smallest.device_limit
-    if device_limit is not None and smallest.device_total > device_limit.bytes:
-        return DoesNotFit(
+    if device_limit is not None and not smallest.device_fits:
+        return (
             f"the device needs {gib(smallest.device_total)} and may use {gib(device_limit.bytes)} "
-            f"({device_limit.source}), with {_cut(smallest)}: {_table(smallest.device)}",
-            hint=_device_hint(memory, device_limit),
+            f"({device_limit.source}), with {cut(smallest)}: {table(smallest.device)}"
         )
-    table = smallest.host | ({"compute": smallest.device_total} if smallest.on_cpu else {})
-    return DoesNotFit(
+    purposes = smallest.host | ({"compute": smallest.device_total} if smallest.on_cpu else {})
+    return (
         f"host memory of {gib(smallest.host_total)} is needed and {gib(smallest.host_limit.bytes)} may be used "
-        f"({smallest.host_limit.source}), with {_cut(smallest)}: {_table(table)}",
-        hint=_host_hint(smallest),
+        f"({smallest.host_limit.source}), with {cut(smallest)}: {table(purposes)}"
     )
 
 
-def _device_hint(memory: MemorySettings, limit: Limit) -> str:
-    steps = ["leave memory.micro_batch at auto"] if not isinstance(memory.micro_batch, str) else []
-    steps += ["leave memory.slots at auto"] if not isinstance(memory.slots, str) else []
-    steps += ["set memory.activations to auto"] if memory.activations == "device" else []
-    steps += ["raise memory.vram"] if limit.source == "memory.vram" else ["free the device of other programs"]
-    return ", or ".join([*steps, "lower data.max_seq_len", "lower train.batch_size"])
+def hint(advice: Sequence[Advice]) -> str:
+    """The changes in one line."""
+    enough = [str(a) for a in advice if a.enough][:MOST]
+    helps = [str(a) for a in advice if not a.enough and a.saves]
+    if not enough:
+        return f"no single change is enough; what helps most: {', '.join(helps[:MOST])}" if helps else _LAST
+    first = f"this is enough: {enough[0]}" if len(enough) == 1 else f"one of these is enough: {', or '.join(enough)}"
+    return f"{first}; what also helps: {', '.join(helps[: MOST // 2])}" if helps else first
 
 
-def _host_hint(smallest: MemoryPlan) -> str:
-    steps = ["raise memory.host"] if smallest.host_limit.source == "memory.host" else []
-    if "cgroup" in smallest.host_limit.source:
-        steps.append("give the container more memory")
-    if smallest.activations == "host" or smallest.on_cpu:
-        steps.append("lower train.batch_size or data.max_seq_len")
-    return ", or ".join([*steps, "use a smaller model or a machine with more memory"])
-
-
-def _cut(chosen: MemoryPlan) -> str:
-    rows = "1 row" if chosen.micro_batch == 1 else f"{chosen.micro_batch} rows"
-    return f"{rows} of {chosen.seq_len} tokens at once and activations on the {chosen.activations}"
-
-
-def _table(purposes: dict[str, int]) -> str:
-    largest = sorted(purposes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {gib(size)}" for name, size in largest if size >= GIB // 100)
-
-
-def gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+_LAST = "use a smaller model, or a machine with more memory"

@@ -27,8 +27,10 @@ from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import load_kernel
 from megatrain.optim.threads import optimizer_threads
 from megatrain.optim.worker import OptimizerWorker
-from megatrain.plan.hardware import DeviceMemory, read_host_memory
-from megatrain.plan.memory import CONTEXT_BYTES, Limits, MemoryPlan, plan
+from megatrain.plan.hardware import DeviceMemory, read_host_memory, read_page_lock
+from megatrain.plan.job import CONTEXT_BYTES, MOMENT_BYTES, Job, Limits, Settings
+from megatrain.plan.memory import MemoryPlan, decide
+from megatrain.plan.process import libraries_bytes
 from megatrain.recipe import Recipe, resolve_asset
 from megatrain.stream.device import CpuDevice, Device
 from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name, open_cuda, vram_free_bytes
@@ -54,6 +56,7 @@ class Planned:
     config: PretrainedConfig
     model: StreamedModel
     plan: MemoryPlan
+    job: Job  # what the plan answers: changed, it can be planned again
 
 
 def read_config(recipe: Recipe) -> PretrainedConfig:
@@ -101,24 +104,31 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
     )
     if recipe.data.packing:
         model.check_packing()
+    host = read_host_memory()
     threads = recipe.memory.threads
-    chosen = plan(
+    job = Job(
         model.sizes,
-        memory=recipe.memory,
+        memory=Settings.of(recipe.memory),
         batch_size=recipe.train.batch_size,
         seq_len=recipe.data.max_seq_len,
         packed=recipe.data.packing,
         limits=Limits(
-            host=read_host_memory(),
+            host=host,
             device=memory,
             threads=optimizer_threads(threads if isinstance(threads, int) else None),
             context_bytes=device.context_bytes if isinstance(device, CudaDevice) else CONTEXT_BYTES,
+            libraries_bytes=libraries_bytes(
+                on_cuda=on_cuda, compiled=model.spec.compile, process_bytes=host.process_bytes
+            ),
+            page_lock=read_page_lock() if on_cuda else None,
         ),
         stem_shared=model.anatomy.stem_shared,
         dense_masks=model.attention != VARLEN,
-        kept=resumed,
+        moment_bytes=MOMENT_BYTES[recipe.optimizer.state],
+        can_reside=False,
+        resumed=resumed,
     )
-    return Planned(recipe, device, on_cuda, name, config, model, chosen)
+    return Planned(recipe, device, on_cuda, name, config, model, decide(job), job)
 
 
 @dataclass(frozen=True)

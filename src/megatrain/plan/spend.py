@@ -1,0 +1,72 @@
+"""What device memory is spent on once the step is cut: units that stay there, then graphs that are kept.
+
+In this order, each as far as it fits:
+
+1. *resident units*, those needed first first: the stem, layer 0, 1, ..., at last the tail. Their weights, masters,
+   moments and gradients stay on the device and are updated there, so nothing of them crosses the link in a step and
+   the CPU has less to update;
+2. when all units are resident, *kept layers*, from the last: the forward's graph of every micro-batch waits for the
+   backward, which then recomputes nothing.
+
+The micro-batch is never made smaller for it, and neither changes a bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatrain.plan.accounting import MemoryPlan, account
+from megatrain.plan.job import Job
+
+SPEND_SHARE = 0.95
+"""Of the ceiling: estimates are good to 5 %, and what is spare is not worth running out of memory."""
+
+
+def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
+    """`chosen`, which fits, with as much of the device's spare memory used as does good."""
+    if not job.can_reside:
+        return chosen
+    layers = len(job.sizes.layers)
+    units = layers + 2
+
+    def fits(plan: MemoryPlan) -> bool:
+        if plan.device_limit is None:
+            return plan.host_total <= plan.host_limit.bytes * SPEND_SHARE
+        return plan.fits and plan.device_total <= plan.device_limit.bytes * SPEND_SHARE
+
+    def resident(count: int) -> MemoryPlan:
+        return _with(chosen, job=job, resident=count)
+
+    # the slots go when the last layer is resident, so the costs do not rise all the way: the ends are tried apart
+    for count in (units, units - 1):
+        if fits(resident(count)):
+            break
+    else:
+        count = _most(layers, fits=lambda n: fits(resident(n)))
+    if count < units or chosen.load_buffers:
+        return resident(count) if count else chosen
+    kept = _most(layers, fits=lambda n: fits(_with(chosen, job=job, resident=count, kept=n)))
+    return _with(chosen, job=job, resident=count, kept=kept)
+
+
+def _with(chosen: MemoryPlan, *, job: Job, resident: int, kept: int = 0) -> MemoryPlan:
+    layers = len(job.sizes.layers)
+    streamed = layers - min(layers, max(0, resident - 1))
+    changed = replace(
+        chosen,
+        resident=resident,
+        kept=kept,
+        slots=min(chosen.slots, streamed) if resident > 1 else chosen.slots,
+        grad_buffers=chosen.grad_buffers if resident < layers + 2 else 0,
+    )
+    return account(changed, terms=job.terms(micro_batch=chosen.micro_batch))
+
+
+def _most(most: int, *, fits: Callable[[int], bool]) -> int:
+    """The largest count in 0..most that fits, where fewer always fit too; 0 is known to."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

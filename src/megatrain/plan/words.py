@@ -1,0 +1,25 @@
+"""Plans in words: numbers with units, the cut of a step, a table of purposes on one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatrain.plan.accounting import MemoryPlan
+
+GIB = 1 << 30
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"
+
+
+def cut(chosen: MemoryPlan) -> str:
+    """ "8 rows of 2048 tokens at once and activations on the device"."""
+    rows = "1 row" if chosen.micro_batch == 1 else f"{chosen.micro_batch} rows"
+    return f"{rows} of {chosen.seq_len} tokens at once and activations on the {chosen.activations}"
+
+
+def table(purposes: Mapping[str, int]) -> str:
+    """Purposes of 0.01 GiB and more, the largest first."""
+    by_size = sorted(purposes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {gib(size)}" for name, size in by_size if size >= GIB // 100)
