@@ -48,7 +48,7 @@ test-slow: setup
 	$(RUN) -m "not gpu"
 
 test-gpu: setup
-	$(RUN) -n 0 -m gpu tests/gpu tests/families/test_varlen_gpu.py
+	$(RUN) -n 0 -m gpu tests/gpu tests/families/test_varlen_gpu.py tests/optim/test_on_device_gpu.py
 
 bench: setup
 	$(BIN)/megatrain bench quickstart

@@ -21,9 +21,11 @@ from megatrain.model.skeleton import ModelSpec
 from megatrain.model.streamed import StreamedModel
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import load_kernel
+from megatrain.optim.kernel.on_device import NAME, SOURCE, DeviceKernel
 from megatrain.optim.worker import OptimizerWorker
 from megatrain.stream.device import Event, StreamName
 from megatrain.stream.device_cuda import CudaDevice, open_cuda
+from megatrain.stream.device_cuda_kernel import CudaKernel
 from megatrain.stream.executor import StreamingExecutor
 from megatrain.stream.step import Geometry
 from megatrain.train.bench import fill_synthetic
@@ -100,7 +102,9 @@ def _open(kind: type[CudaDevice]) -> CudaDevice:
     return device
 
 
-def run(store: HostStore, device: CudaDevice, *, slots: int, loads: int) -> tuple[list[tuple[float, float]], Tensor]:
+def run(
+    store: HostStore, device: CudaDevice, *, slots: int, loads: int, resident: int = 0, kept: int = 0
+) -> tuple[list[tuple[float, float]], Tensor]:
     """(loss, norm) of each step, and all gradients, weights and moments at the end as one checksum vector."""
     for host in store.units:
         for tensor in (host.lo, host.exp_avg, host.exp_avg_sq, host.grad, host.steps):
@@ -115,9 +119,10 @@ def run(store: HostStore, device: CudaDevice, *, slots: int, loads: int) -> tupl
         decay_all=False,
         never_decay=frozenset(),
         kernel=load_kernel(threads=8),
+        device_kernel=DeviceKernel(CudaKernel(SOURCE.read_text(), name=NAME, device=device.torch_device)),
     )
     worker = OptimizerWorker(optimizer, store=store)
-    geometry = Geometry(MICRO_BATCHES, slots, 2, loads, head_chunk=256, input_bytes=INPUT_BYTES)
+    geometry = Geometry(MICRO_BATCHES, slots, 2, loads, 256, INPUT_BYTES, resident=resident, kept=kept)
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=worker, poison=True)
     numbers = []
     for step in range(STEPS):
@@ -127,6 +132,10 @@ def run(store: HostStore, device: CudaDevice, *, slots: int, loads: int) -> tupl
         worker.submit(step + 1, out.gradients, lr=1e-3, clip=0.5)
     worker.drain()
     worker.close()
+    executor.bring_home()
+    for gradient in out.gradients:
+        if gradient.resident is not None:
+            store.units[gradient.unit].grad.copy_(gradient.resident.grad)
     sums = [
         tensor.view(torch.int16).to(torch.int64).sum()
         for host in store.units
@@ -150,6 +159,16 @@ def test_overlap_changes_no_bit(
     store: HostStore, serial: tuple[list[tuple[float, float]], Tensor], slots: int, loads: int, repeat: int
 ) -> None:
     numbers, sums = run(store, _open(CudaDevice), slots=slots, loads=loads)
+    assert numbers == serial[0]
+    assert torch.equal(sums, serial[1])
+
+
+@pytest.mark.parametrize(("resident", "kept"), [(1, 0), (3, 2), (LAYERS + 1, 2), (LAYERS + 2, LAYERS)])
+def test_what_stays_on_the_device_changes_no_bit(
+    store: HostStore, serial: tuple[list[tuple[float, float]], Tensor], resident: int, kept: int
+) -> None:
+    """Updated by the kernel on the device, with graphs kept, half streamed or not at all."""
+    numbers, sums = run(store, _open(CudaDevice), slots=2, loads=0, resident=resident, kept=kept)
     assert numbers == serial[0]
     assert torch.equal(sums, serial[1])
 

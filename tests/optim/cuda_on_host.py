@@ -26,7 +26,6 @@ static float __fsub_rn(float a, float b) { return a - b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
 static float __fsqrt_rn(float a) { return std::sqrt(a); }
 static float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-using std::fabsf;
 """
 DRIVER = """
 extern "C" void launch(const Run* run, unsigned blocks, unsigned threads) {

@@ -48,4 +48,5 @@ def test_writes_only_its_run(kernel: DeviceKernel) -> None:
         assert torch.equal(memory.grad, before.grad)
         for now, then in zip(memory.tensors(), before.tensors(), strict=True):
             assert torch.equal(now[memory.begin + n :], then[memory.begin + n :])
-        assert not torch.equal(memory.tensors()[0][:n], before.tensors()[0][:n])
+            assert torch.equal(now[: memory.begin], then[: memory.begin])
+        assert not torch.equal(memory.exp_avg, before.exp_avg)
