@@ -170,11 +170,87 @@ def test_more_epochs_on_resume(rows: Path, interrupted: Path) -> None:
     assert report.steps == len(curve(interrupted, "step"))
 
 
-def test_another_micro_batch_on_resume_is_allowed_and_said(rows: Path, interrupted: Path) -> None:
-    other = session(whole_recipe(interrupted, rows=rows, memory={"micro_batch": 1}), resume="auto")
+CALM: dict[str, Any] = {"model": {"config": {}}}  # dropout draws by micro-batch
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        {"micro_batch": 2, "threads": 1},
+        {"micro_batch": 2, "threads": 2, "slots": 3, "activations": "host"},
+        {"micro_batch": 1, "threads": 1},
+    ],
+)
+def test_a_checkpoint_goes_on_on_another_machine(tmp_path: Path, rows: Path, memory: dict[str, Any]) -> None:
+    """Threads, slots and where activations wait move no bit; another micro-batch moves roundings, and it says so."""
+    before, after = tmp_path / "before", tmp_path / "after"
+    with pytest.raises(Interrupted):
+        train(whole_recipe(before, rows=rows, **CALM), on_event=stop_after(2))
+    shutil.copytree(before, after)
+    train(whole_recipe(before, rows=rows, **CALM), resume="auto")
+    other = session(
+        whole_recipe(after, rows=rows, memory={"device": "cpu", "compile": "off"} | memory, **CALM), resume="auto"
+    )
     other.run()
     told = other.told  # type: ignore[attr-defined]
-    assert any("micro-batches of 1 rows (were 2)" in text for text in told)
+    assert any("micro-batches of 1 rows (were 2)" in text for text in told) == (memory["micro_batch"] == 1)
+    if memory["micro_batch"] == 2:
+        assert state(after) == state(before)
+        assert curve(after, "loss", "grad_norm") == curve(before, "loss", "grad_norm")
+        return
+    for (loss,), (other_loss,) in zip(curve(before, "loss"), curve(after, "loss"), strict=True):
+        assert other_loss == pytest.approx(loss, rel=2e-6)
+    for (norm,), (other_norm,) in zip(curve(before, "grad_norm"), curve(after, "grad_norm"), strict=True):
+        assert other_norm == pytest.approx(norm, rel=2e-5)
+
+
+def test_killed_after_going_back_to_an_older_checkpoint_it_goes_on_from_there(tmp_path: Path, rows: Path) -> None:
+    """Neither the steps of the future that was given up nor a hole in metrics.jsonl are left."""
+    folder = tmp_path / "run"
+    recipe = whole_recipe(folder, rows=rows, train={"save_every": 2}, output={"dir": str(folder), "keep": 9})
+    train(recipe)
+    before = weights(folder), state(folder), curve(folder, "step", "loss")
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event: Any, stop: StopFlag) -> None:
+        if isinstance(event, StepReport) and event.step == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(recipe, resume=str(folder / "checkpoints" / "step-000002"), on_event=kill)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "given-up-000004",
+        "given-up-000006",
+        "step-000002",
+    ]
+    again = session(recipe, resume="auto")
+    again.run()
+    told = again.told  # type: ignore[attr-defined]
+    assert any("after step 2" in text for text in told)
+    assert (weights(folder), state(folder), curve(folder, "step", "loss")) == before
+    assert not list((folder / "checkpoints").glob("given-up-*"))
+
+
+def test_a_future_that_was_given_up_can_still_be_named_until_the_next_checkpoint(
+    tmp_path: Path, rows: Path, whole: Path
+) -> None:
+    folder = tmp_path / "run"
+    recipe = whole_recipe(folder, rows=rows, train={"save_every": 2}, output={"dir": str(folder), "keep": 9})
+    train(recipe)
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event: Any, stop: StopFlag) -> None:
+        raise Killed
+
+    with pytest.raises(Killed):
+        train(recipe, resume=str(folder / "checkpoints" / "step-000002"), on_event=kill)
+    train(recipe, resume=str(folder / "checkpoints" / "given-up-000004"))
+    assert weights(folder) == weights(whole)
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-000002", "step-000006"]
 
 
 def test_a_checkpoint_can_go_on_in_another_folder(tmp_path: Path, rows: Path, interrupted: Path, whole: Path) -> None:
@@ -240,6 +316,8 @@ def test_a_run_that_explodes_stops_with_its_last_good_state(tmp_path: Path, rows
     assert (summary["status"], summary["exit_code"], summary["error"]["kind"]) == ("error", 4, "nonfinite")
     assert summary["checkpoint"].endswith(f"step-{summary['steps']:06}")
     assert all(math.isfinite(loss) for (loss,) in curve(tmp_path / "run", "loss"))
+    assert str(rows) + ": row " in summary["error"]["message"]
+    assert "gradient" in summary["error"]["message"]
 
 
 def test_a_first_step_that_is_not_finite_leaves_nothing_to_save_and_says_so(
