@@ -1,6 +1,6 @@
 """A CUDA kernel of our own, compiled when a run starts: NVRTC, which PyTorch brings along, and the driver.
 
-Both have plain C interfaces that are stable over releases, so neither a CUDA toolkit nor a build at installation is needed.
+Both have plain C interfaces that last over releases: no CUDA toolkit is needed, and no build at installation.
 """
 
 from __future__ import annotations

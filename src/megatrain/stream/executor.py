@@ -20,33 +20,16 @@ from megatrain.host.gradient import UnitGradient
 from megatrain.host.store import HostStore
 from megatrain.model.batch import MicroBatch
 from megatrain.stream.activations import ActivationStore, DeviceActivations, HostActivations
-from megatrain.stream.device import Device, Event, StreamName
+from megatrain.stream.device import Device, StreamName
 from megatrain.stream.grads import GradientRing, GradientSum
 from megatrain.stream.resident import ResidentUnits
 from megatrain.stream.ring import Updates, WeightRing
+from megatrain.stream.running import Numbers, RunningStep
 from megatrain.stream.schedule import Do, Op, StepShape, check, plan_step
-from megatrain.stream.step import Geometry, StepNumbers, StepOutput, StepParts
+from megatrain.stream.step import Geometry, StepOutput
 
 if TYPE_CHECKING:
-    from megatrain.model.passes import Pass
     from megatrain.model.streamed import StreamedModel
-
-
-class _Step:
-    """What one run of a plan holds: a pass, its current hidden state and gradient per micro-batch."""
-
-    def __init__(self, batches: Sequence[MicroBatch], *, denominator: int) -> None:
-        self.batches = tuple(batches)
-        self.denominator = denominator
-        self.passes: list[Pass] = []
-        self.hidden: list[Tensor | None] = []
-        self.gradient: list[Tensor | None] = [None] * len(batches)
-        self.losses: list[Tensor] = []
-        self.aux: Tensor | None = None
-        self.norms: dict[int, Tensor] = {}
-        self.home: dict[int, UnitGradient] = {}
-        self.numbers_home: Event | None = None
-        self.stalls: list[tuple[Event, Event, float]] = []  # around an acquire; host seconds spent on the optimizer
 
 
 class StreamingExecutor:
@@ -81,7 +64,7 @@ class StreamingExecutor:
         self._gradients = GradientRing(device, buffers=geometry.grad_buffers if streaming else 0, buffer_bytes=largest)
         self._sums = self._allocate_sums()
         self._activations = self._allocate_activations()
-        self._numbers = device.host_buffer(3, dtype=torch.float32)
+        self._numbers = Numbers(device)
         self._tail = store.tail.unit.index
         model.outer_buffers_to(device.torch_device)
         stem, tail = store.stem.unit.layout, store.tail.unit.layout
@@ -137,17 +120,16 @@ class StreamingExecutor:
             raise ValueError(f"{len(batches)} micro-batches; planned for {self._geometry.micro_batches}")
         self._resident.load()
         self._device.rng.seed(seed)
-        step = _Step(batches, denominator=sum(b.supervised for b in batches))
+        step = RunningStep(batches, denominator=sum(b.supervised for b in batches))
         self._ring.blocked_s = 0.0
         if self._model.anatomy.stem_shared:
             self._sums[0].open()
         self._run(self._plan(len(batches), True), step)
-        assert step.numbers_home is not None
         order = sorted(step.home)
         return StepOutput(
             tuple(step.home[u] for u in order),
-            result=partial(self._read_numbers, step, step.numbers_home),
-            parts=partial(self._read_parts, step, step.numbers_home),
+            partial(self._numbers.read, step),
+            partial(self._numbers.read_parts, step),
         )
 
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -156,7 +138,7 @@ class StreamingExecutor:
         total, width = 0.0, self._geometry.micro_batches
         for first in range(0, len(batches), width):
             group = batches[first : first + width]
-            step = _Step(group, denominator=1)
+            step = RunningStep(group, denominator=1)
             self._run(self._plan(len(group), False), step)
             total += float(torch.stack(step.losses).sum(dtype=torch.float64))
         return total, sum(b.supervised for b in batches)
@@ -165,14 +147,14 @@ class StreamingExecutor:
         """Make the host store hold what is resident on the device; no step may be running, updates may."""
         self._resident.bring_home()
 
-    def _run(self, plan: Sequence[Op], step: _Step) -> None:
+    def _run(self, plan: Sequence[Op], step: RunningStep) -> None:
         training = any(op.do is Do.BACKWARD for op in plan)
         with self._device.computing():
             for op in plan:
                 self._ring.start_updated()
                 self._do(op, step, training=training)
 
-    def _do(self, op: Op, step: _Step, *, training: bool) -> None:
+    def _do(self, op: Op, step: RunningStep, *, training: bool) -> None:
         m = op.micro_batch or 0
         match op.do:
             case Do.FETCH:
@@ -212,7 +194,7 @@ class StreamingExecutor:
 
     # -- operations ---------------------------------------------------------------------------------------
 
-    def _acquire(self, step: _Step, unit: int) -> dict[str, Tensor]:
+    def _acquire(self, step: RunningStep, unit: int) -> dict[str, Tensor]:
         slot = self._ring.holder(unit)
         if slot.in_use:
             return slot.views(unit, self._store)
@@ -223,12 +205,12 @@ class StreamingExecutor:
         return weights
 
     @staticmethod
-    def _hidden(step: _Step, m: int) -> Tensor:
+    def _hidden(step: RunningStep, m: int) -> Tensor:
         hidden = step.hidden[m]
         assert hidden is not None
         return hidden
 
-    def _embed(self, step: _Step, m: int, *, training: bool) -> None:
+    def _embed(self, step: RunningStep, m: int, *, training: bool) -> None:
         self._acquire(step, 0)
         self._device.touch(f"embed({m})", on=StreamName.COMPUTE, reads=("stem",), writes=(f"hidden{(1, m)}",))
         batch = step.batches[m]
@@ -238,7 +220,7 @@ class StreamingExecutor:
         step.hidden.append(one.hidden.contiguous())
         self._activations.computed((1, m))
 
-    def _forward(self, step: _Step, unit: int, m: int, *, save: bool = False, keep_graph: bool = False) -> None:
+    def _forward(self, step: RunningStep, unit: int, m: int, *, save: bool = False, keep_graph: bool = False) -> None:
         weights = self._acquire(step, unit)
         hidden = self._hidden(step, m)
         if save:
@@ -252,7 +234,7 @@ class StreamingExecutor:
         step.hidden[m] = step.passes[m].forward(unit - 1, weights, hidden, keep_graph=keep_graph).contiguous()
         self._activations.computed((unit + 1, m))
 
-    def _loss(self, step: _Step, m: int, *, training: bool) -> None:
+    def _loss(self, step: RunningStep, m: int, *, training: bool) -> None:
         self._acquire(step, self._tail)
         if training and m == 0:
             self._sums[self._tail].open()
@@ -267,7 +249,7 @@ class StreamingExecutor:
         step.losses.append(result.loss)
         step.hidden[m], step.gradient[m] = None, result.hidden_grad
 
-    def _backward(self, step: _Step, unit: int, m: int) -> None:
+    def _backward(self, step: RunningStep, unit: int, m: int) -> None:
         weights = self._acquire(step, unit)
         total = self._sums[unit]
         if m == 0:
@@ -286,7 +268,7 @@ class StreamingExecutor:
             if value is not None:
                 total.add(entry.name, value)
 
-    def _unembed(self, step: _Step, m: int) -> None:
+    def _unembed(self, step: RunningStep, m: int) -> None:
         if m == 0 and not self._model.anatomy.stem_shared:
             self._sums[0].open()
         gradient = step.gradient[m]
@@ -300,11 +282,11 @@ class StreamingExecutor:
         part, _, entry = name.partition(":")
         self._sums[0 if part == "stem" else self._tail].add(entry, gradient)
 
-    def _offload(self, step: _Step, unit: int) -> None:
+    def _offload(self, step: RunningStep, unit: int) -> None:
         total = self._sums[unit]
         step.norms[unit] = total.norms()
         if unit == 0:  # the last one: before its slab, so that loss and norm do not queue behind it on the link
-            step.numbers_home = self._send_numbers(step)
+            step.numbers_home = self._numbers.send(step)
         if unit in self._resident.units:
             self._gradients.keep(total)
             step.home[unit] = UnitGradient(unit, _at_once, total.touched, resident=self._resident.units[unit])
@@ -312,48 +294,6 @@ class StreamingExecutor:
         complete = self._gradients.offload(total)
         wait = partial(self._device.host_wait, complete, keeps="no update before the gradient is home")
         step.home[unit] = UnitGradient(unit, wait, total.touched)
-
-    # -- numbers ------------------------------------------------------------------------------------------
-
-    def _send_numbers(self, step: _Step) -> Event:
-        """Enqueue loss, norm and router loss into the page-locked block; the event says it is there."""
-        norm = torch.linalg.vector_norm(torch.cat([step.norms[u] for u in sorted(step.norms)]))
-        loss = step.losses[0]
-        for more in step.losses[1:]:  # in the order of the micro-batches, as a resident run sums them
-            loss = loss + more
-        aux = torch.zeros_like(norm) if step.aux is None else step.aux.to(norm.dtype)
-        numbers = torch.stack([loss.to(norm.dtype), norm, aux])
-        home = self._device.event("numbers.home")
-        # On the compute stream, so that they wait for nothing that the send stream waits for.
-        self._device.copy(self._numbers, source=numbers, on=StreamName.COMPUTE, reads="sums", writes="numbers on host")
-        self._device.record(home, on=StreamName.COMPUTE)
-        step.passes.clear()
-        return home
-
-    def _read_parts(self, step: _Step, home: Event) -> StepParts:
-        self._device.host_wait(home, keeps="no read before it is home")
-        with self._device.computing():
-            return StepParts(
-                losses=tuple(loss.item() for loss in step.losses),
-                unit_norms={unit: torch.linalg.vector_norm(norms).item() for unit, norms in step.norms.items()},
-            )
-
-    def _read_numbers(self, step: _Step, home: Event) -> StepNumbers:
-        self._device.host_wait(home, keeps="no read before it is home")
-        self._device.touch("read numbers", on=StreamName.HOST, reads=("numbers on host",))
-        loss, norm, aux = self._numbers.tolist()
-        optimizer = transfer = 0.0
-        for before, after, blocked in step.stalls:
-            stalled = self._device.elapsed_s(before, end=after)
-            optimizer += min(stalled, blocked)
-            transfer += max(0.0, stalled - blocked)
-        return StepNumbers(
-            loss=loss,
-            aux_loss=None if step.aux is None else aux,
-            grad_norm=norm,
-            exposed_transfer_s=transfer,
-            exposed_optimizer_s=optimizer,
-        )
 
 
 def _at_once() -> None:
