@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.report.trace import busy_s, copy_rate, picture, write_chrome_trace
+from megatrain.report.trace import busy_s, busy_share, copy_rate, picture, write_chrome_trace
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,11 @@ def test_a_chrome_trace_has_every_span_with_its_rate(tmp_path: Path) -> None:
 def test_overlapping_spans_count_once() -> None:
     assert busy_s(SPANS, lane="compute") == pytest.approx(0.75)
     assert busy_s(SPANS, lane="send") == 0.0
+
+
+def test_a_share_is_that_of_the_window() -> None:
+    assert busy_share(SPANS, lane="compute", start_s=1.0, end_s=1.5) == pytest.approx(0.5)
+    assert busy_share(SPANS, lane="optimizer", start_s=0.0, end_s=1.0) == 0.0
 
 
 def test_the_rate_is_that_of_large_copies_only() -> None:

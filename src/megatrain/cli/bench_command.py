@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.cli.bench_text import baseline_table, report_text, trace_text
 from megatrain.cli.output import emit
 from megatrain.errors import UsageError
 from megatrain.recipe import Recipe, load_recipe
-from megatrain.report.trace import busy_s, copy_rate, picture, write_chrome_trace
-from megatrain.units import format_size
+from megatrain.report.console import colours
+from megatrain.report.trace import write_chrome_trace
 
 if TYPE_CHECKING:
     from megatrain.train.baselines.runner import Baseline
-    from megatrain.train.bench import BenchReport, StepTrace
+    from megatrain.train.bench import BenchResult
 
 DEFAULT_STEPS = 5
+TRACED_STEPS = 2  # in a trace file, so that the border of two steps is in it
 BARE_RECIPE = """\
 model: {{path: {path}, init: random}}
 data: {{train: synthetic, max_seq_len: 1024, packing: false}}
@@ -34,64 +37,70 @@ def run(
     steps: int | None,
     tokens_per_step: int | None,
     baseline: str | None,
+    baseline_timeout_s: int,
     trace: Path | None,
     json: bool,
 ) -> int:
-    """Measure and print; returns the exit code."""
+    """Measure and print; returns the exit code. A recipe is measured on its own data, a model on random tokens."""
     chosen = _recipe(recipe, model=model, overrides=overrides, tokens_per_step=tokens_per_step)
-    from megatrain.train.baselines.runner import parse_names, run_baselines
-    from megatrain.train.baselines.work import Work
-    from megatrain.train.bench import bench
-    from megatrain.train.build import model_path, plan_run, read_config
+    from megatrain.train.baselines.runner import parse_names
 
     names = parse_names(baseline) if baseline is not None else ()
     count = steps or DEFAULT_STEPS
-    planned = plan_run(chosen, config=read_config(chosen))
-    report, steps_trace = bench(planned, steps=count, trace=trace is not None)
-    if steps_trace is not None and trace is not None:
-        write_chrome_trace(trace, steps_trace.spans)
-    planned.device.release_cache()
-    work = Work(
-        model=model_path(chosen),
-        seq_len=planned.plan.seq_len,
-        tokens_per_step=report.tokens_per_step,
-        micro_batch=planned.plan.micro_batch,
+    result, others = _measure(
+        chosen,
+        own_data=recipe is not None,
         steps=count,
+        traced_steps=TRACED_STEPS if trace is not None else 1,
+        baselines=names,
+        timeout_s=baseline_timeout_s,
     )
-    others = run_baselines(names, work=work)
+    if trace is not None:
+        write_chrome_trace(trace, result.trace.spans)
     if json:
-        emit(report.to_dict() | {"baselines": [_compared(other, report=report) for other in others]})
-    else:
-        print(_text(report))
-        if steps_trace is not None:
-            print(picture(steps_trace.spans, start_s=steps_trace.start_s, end_s=steps_trace.end_s))
-            print(_rates(steps_trace))
-        for other in others:
-            print(_line(other, report=report))
+        emit(result.report.to_dict() | {"baselines": [_compared(other, result=result) for other in others]})
+        return 0
+    print(report_text(result.report))
+    print(trace_text(result.trace, coloured=colours(sys.stdout)))
+    if others:
+        print(baseline_table(others, report=result.report))
     return 0
 
 
-def _rates(trace: StepTrace) -> str:
-    """How fast large copies ran, and how busy the compute stream was."""
-    parts = []
-    for lane in ("fetch", "send"):
-        rate = copy_rate(trace.spans, lane=lane)
-        if rate is not None:
-            parts.append(f"{lane} {rate / 1e9:.1f} GB/s inside copies")
-    share = busy_s(trace.spans, lane="compute") / max(s.end_s for s in trace.spans)
-    return "; ".join([*parts, f"compute busy {share:.1%} of two steps"])
+def _measure(
+    recipe: Recipe, *, own_data: bool, steps: int, traced_steps: int, baselines: Sequence[str], timeout_s: int
+) -> tuple[BenchResult, list[Baseline]]:
+    from megatrain.train.baselines.runner import run_baselines
+    from megatrain.train.baselines.work import Work
+    from megatrain.train.bench import bench
+    from megatrain.train.bench_tokens import read_data
+    from megatrain.train.build import model_path, plan_run, read_config
+
+    prepared = read_data(recipe) if own_data else None
+    planned = plan_run(recipe, config=read_config(recipe))
+    result = bench(planned, steps=steps, prepared=prepared, traced_steps=traced_steps)
+    planned.device.release_cache()
+    work = Work(
+        model=model_path(recipe),
+        precision="bf16" if planned.model.spec.precision.itemsize == 2 else "fp32",
+        config=recipe.model.config,
+        seq_len=planned.plan.seq_len,
+        tokens_per_step=recipe.train.batch_size * planned.plan.seq_len,
+        micro_batch=planned.plan.micro_batch,
+        steps=steps,
+        max_grad_norm=recipe.train.max_grad_norm,
+        other_vram_bytes=planned.plan.device.get("context and workspaces", 0),
+    )
+    return result, run_baselines(baselines, work=work, timeout_s=timeout_s, tell=_tell)
 
 
-def _compared(other: Baseline, *, report: BenchReport) -> dict[str, object]:
-    ratio = report.tokens_per_s / other.tokens_per_s if other.tokens_per_s else None
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _compared(other: Baseline, *, result: BenchResult) -> dict[str, object]:
+    ratio = result.report.tokens_per_s / other.tokens_per_s if other.tokens_per_s else None
     return {"name": other.name, "failure": other.failure, "ratio": ratio, **other.result}
-
-
-def _line(other: Baseline, *, report: BenchReport) -> str:
-    if other.tokens_per_s is None:
-        return f"{other.name}: {other.failure}"
-    ratio = report.tokens_per_s / other.tokens_per_s
-    return f"{other.name}: {other.tokens_per_s:,.0f} tok/s; megatrain is {ratio:.2f} x as fast"
 
 
 def _recipe(recipe: str | None, *, model: str | None, overrides: Sequence[str], tokens_per_step: int | None) -> Recipe:
@@ -121,30 +130,3 @@ def _with_tokens(recipe: str, *, overrides: Sequence[str], tokens_per_step: int 
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
-
-
-def _count(parameters: int) -> str:
-    """'1.05 M', '8.03 B'."""
-    return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
-
-
-def _text(report: BenchReport) -> str:
-    return "\n".join(
-        (
-            f"{report.device}: {_count(report.params_total)} parameters, {report.tokens_per_step:,} tokens a step "
-            f"({report.micro_batches} x {report.micro_batch} x {report.seq_len}), activations on the "
-            f"{report.activations}, {report.slots} slots",
-            f"step {report.step_s:.3f} s ({report.step_s_min:.3f}-{report.step_s_max:.3f})   "
-            f"{report.tokens_per_s:,.0f} tok/s   {report.tflops:.3g} TFLOP/s (6 N + causal attention, no recompute)",
-            f"optimizer {report.optimizer_s:.3f} s, exposed {report.exposed_optimizer_s:.3f} s; "
-            f"exposed transfers {report.exposed_transfer_s:.3f} s",
-            (
-                f"VRAM {format_size(report.vram_peak_bytes)} (planned {format_size(report.vram_planned_bytes)}); "
-                if report.vram_peak_bytes
-                else ""
-            )
-            + f"host {format_size(report.host_peak_bytes)} (planned {format_size(report.host_planned_bytes)}, "
-            f"{report.host_bytes_per_parameter:.2f} B/parameter)",
-            f"built in {report.build_s:.1f} s, warm-up {report.warmup_s:.1f} s",
-        )
-    )

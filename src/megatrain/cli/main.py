@@ -134,15 +134,38 @@ def estimate_memory(
     recipe: MaybeRecipe = None,
     model: ModelOption = None,
     overrides: SetOption = [],  # noqa: B006
-    vram: Annotated[Optional[str], typer.Option("--vram", metavar="SIZE")] = None,  # noqa: UP045
-    host: Annotated[Optional[str], typer.Option("--host", metavar="SIZE")] = None,  # noqa: UP045
-    link: Annotated[Optional[str], typer.Option("--link", metavar="RATE")] = None,  # noqa: UP045
-    cores: Annotated[Optional[int], typer.Option("--cores", min=1)] = None,  # noqa: UP045
-    largest: Annotated[bool, typer.Option("--max", help="The largest settings that fit.")] = False,
+    vram: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--vram", metavar="SIZE", help="Plan for a GPU of which so much may be taken, e.g. 24GiB."),
+    ] = None,
+    host: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--host", metavar="SIZE", help="Plan for a machine with so much memory, e.g. 128GiB."),
+    ] = None,
+    link: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--link", metavar="RATE", help="Host to device, one way, e.g. 25GB/s."),
+    ] = None,
+    cores: Annotated[Optional[int], typer.Option("--cores", min=1, help="CPU cores of that machine.")] = None,  # noqa: UP045
+    largest: Annotated[bool, typer.Option("--max", help="The largest batch, context and model that fit.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """What a run will need of host memory, VRAM and disk, and how fast it will be. (not available yet)"""
-    _not_yet("estimate-memory", json=json)
+    """What a run needs of host memory, VRAM and disk, and how fast it will be. Exit code 3 if it does not fit."""
+    with guarded(json=json):
+        from megatrain.cli import estimate_command
+
+        code = estimate_command.run(
+            recipe,
+            model=model,
+            overrides=overrides,
+            vram=vram,
+            host=host,
+            link=link,
+            cores=cores,
+            largest=largest,
+            json=json,
+        )
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -157,15 +180,18 @@ def bench(
     ] = None,
     baseline: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option("--baseline", metavar="resident,fsdp,deepspeed"),
+        typer.Option("--baseline", metavar="resident,fsdp,deepspeed", help="Others on the same work, for comparison."),
     ] = None,
+    baseline_timeout: Annotated[
+        int, typer.Option("--baseline-timeout", metavar="SECONDS", min=1, help="For each baseline.")
+    ] = 900,
     trace: Annotated[
         Optional[Path],  # noqa: UP045
         typer.Option("--trace", metavar="FILE", help="Write what ran when, as a Chrome trace."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure a few steps on this machine: step time, tok/s, what is exposed, memory."""
+    """Measure a few steps on this machine: step time, tok/s, what bounds the step, memory."""
     with guarded(json=json):
         from megatrain.cli import bench_command
 
@@ -177,6 +203,7 @@ def bench(
                 steps=steps,
                 tokens_per_step=tokens_per_step,
                 baseline=baseline,
+                baseline_timeout_s=baseline_timeout,
                 trace=trace,
                 json=json,
             )
@@ -205,8 +232,11 @@ def report(
 
 @app.command()
 def doctor(json: JsonOption = False) -> None:
-    """What this machine has and how fast it is. (not available yet)"""
-    _not_yet("doctor", json=json)
+    """What this machine has, how fast it is, and what is slow about it. Takes about ten seconds."""
+    with guarded(json=json):
+        from megatrain.cli import doctor_command
+
+        raise typer.Exit(doctor_command.run(json=json))
 
 
 # Typer keeps its own copy of click in some versions and imports it in others; this is the base of either's errors.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,17 @@ class SpanLike(Protocol):
     def end_s(self) -> float: ...
     @property
     def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """The part of a span within a window."""
+
+    lane: str
+    start_s: float
+    end_s: float
+    what: str = ""
+    nbytes: int = 0
 
 
 def write_chrome_trace(path: Path, spans: Sequence[SpanLike]) -> None:
@@ -58,6 +70,12 @@ def busy_s(spans: Sequence[SpanLike], *, lane: str) -> float:
             total += span.end_s - start
             reached = span.end_s
     return total
+
+
+def busy_share(spans: Sequence[SpanLike], *, lane: str, start_s: float, end_s: float) -> float:
+    """The share of [start_s, end_s) in which the lane ran something, 0 to 1."""
+    cut = [_Cut(s.lane, max(s.start_s, start_s), min(s.end_s, end_s)) for s in spans]
+    return busy_s([s for s in cut if s.end_s > s.start_s], lane=lane) / (end_s - start_s)
 
 
 def copy_rate(spans: Sequence[SpanLike], *, lane: str, at_least: int = 16 << 20) -> float | None:

@@ -1,20 +1,33 @@
-"""Runs baselines in child processes: each gets the whole machine, and one that does not fit costs us nothing."""
+"""Runs baselines in child processes: each gets the whole machine, and one that does not fit costs us nothing.
+
+A child is the leader of a session of its own; however we leave, it and what it started are ended.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.errors import UsageError
+from megatrain.optim.threads import usable_cores
+from megatrain.plan.hardware import read_host_memory
 from megatrain.train.baselines.work import Work
+from megatrain.units import format_size
 
 NAMES = ("resident", "fsdp", "deepspeed")
 TIMEOUT_S = 900
+POLL_S = 0.2
+SPARE_BYTES = 1 << 30
+"""Host memory that is left when a child is ended, before the system ends whom it likes."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +35,29 @@ class Baseline:
     """What a baseline measured, or why it did not."""
 
     name: str
-    tokens_per_s: float | None
     result: dict[str, object]
     failure: str | None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self._number("tokens_per_s") if self.failure is None else None
+
+    @property
+    def seconds(self) -> float:
+        return self._number("step_s")
+
+    @property
+    def vram_peak_bytes(self) -> int:
+        return int(self._number("vram_peak_bytes"))
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Of the process, or of the whole host if that grew by more: page-locked memory may not count as its."""
+        return int(max(self._number("host_peak_bytes"), self._number("host_grown_bytes")))
+
+    def _number(self, key: str) -> float:
+        value = self.result.get(key, 0)
+        return float(value) if isinstance(value, int | float) else 0.0
 
 
 def parse_names(text: str) -> tuple[str, ...]:
@@ -36,31 +69,104 @@ def parse_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def run_baselines(names: Sequence[str], *, work: Work) -> list[Baseline]:
-    """One after another, in the order given."""
+def run_baselines(
+    names: Sequence[str], *, work: Work, timeout_s: float = TIMEOUT_S, tell: Callable[[str], None] = lambda text: None
+) -> list[Baseline]:
+    """One after another, in the order given. `tell` hears which one begins."""
+    done = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "work.json")
         work.write(path)
-        return [_run(name, path=path) for name in names]
+        for name in names:
+            tell(f"baseline {name}")
+            command = [sys.executable, "-m", f"megatrain.train.baselines.{name}", str(path)]
+            done.append(run_child(name, command=command, folder=Path(folder), timeout_s=timeout_s))
+    return done
 
 
-def _run(name: str, *, path: Path) -> Baseline:
-    command = [sys.executable, "-m", f"megatrain.train.baselines.{name}", str(path)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Baseline(name, None, {}, f"not done after {TIMEOUT_S} s")
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"baseline"')]
-    if done.returncode == 0 and lines:
-        result = json.loads(lines[-1])
-        return Baseline(name, float(result["tokens_per_s"]), result, None)
-    return Baseline(name, None, {}, _reason(done.stderr, code=done.returncode))
+def run_child(name: str, *, command: Sequence[str], folder: Path, timeout_s: float) -> Baseline:
+    """Run one baseline to its end, its limit of time, or the host's limit of memory. `folder` takes its output."""
+    out, err = folder / f"{name}.out", folder / f"{name}.err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        watch = _HostWatch()
+        child = subprocess.Popen(command, stdout=stdout, stderr=stderr, env=_environment(), start_new_session=True)
+        try:
+            stopped = _wait(child, watch=watch, timeout_s=timeout_s)
+        finally:
+            _end(child)
+    if stopped is not None:
+        return Baseline(name, {}, stopped)
+    lines = [line for line in _text(out).splitlines() if line.startswith('{"baseline"')]
+    if child.returncode == 0 and lines:
+        return Baseline(name, json.loads(lines[-1]) | {"host_grown_bytes": watch.grown_bytes}, None)
+    return Baseline(name, {}, reason(_text(err), code=child.returncode))
 
 
-def _reason(stderr: str, *, code: int) -> str:
-    if "OutOfMemoryError" in stderr or "out of memory" in stderr:
+def reason(stderr: str, *, code: int) -> str:
+    """Why a child failed, in a few words."""
+    if "OutOfMemoryError" in stderr:
         return "does not fit in VRAM"
-    if code == -9:
+    if code == -signal.SIGKILL:
         return "does not fit in host memory (killed)"
+    if any(sign in stderr for sign in ("CUDA error: out of memory", "cudaErrorMemoryAllocation", "MemoryError")):
+        return "does not fit in host memory (page-locking was refused)"
+    if "DefaultCPUAllocator" in stderr or "not enough memory" in stderr:
+        return "does not fit in host memory"
+    if "No module named 'deepspeed'" in stderr:
+        return "is not installed (pip install megatrain[deepspeed])"
     last = [line for line in stderr.splitlines() if line.strip()]
-    return last[-1].strip() if last else f"ended with exit code {code}"
+    return last[-1].strip()[:200] if last else f"ended with exit code {code}"
+
+
+def _wait(child: subprocess.Popen[bytes], *, watch: _HostWatch, timeout_s: float) -> str | None:
+    """Wait for the child; why it has to be ended, if it has to."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(timeout=POLL_S)
+            return None
+        if watch.exhausted():
+            return f"does not fit in host memory ({format_size(watch.limit_bytes)}, {watch.limit_source})"
+        if time.monotonic() > deadline:
+            return f"not done after {timeout_s:g} s"
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the child's whole session, and wait: its memory is needed."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with as many threads for the child's CPU optimizer as the machine gives, whatever was set for us."""
+    return os.environ | {"OMP_NUM_THREADS": str(usable_cores()), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+class _HostWatch:
+    """How much of the host's memory is used, since this began."""
+
+    def __init__(self) -> None:
+        host = read_host_memory()
+        self.limit_bytes, self.limit_source = host.limit.bytes, host.limit.source
+        self._may_grow = host.may_grow  # what is free now says nothing about what will be plugged in
+        self._before = self._most = self._used()
+
+    @property
+    def grown_bytes(self) -> int:
+        """The most that was used beyond what was used at the beginning, by everybody."""
+        return self._most - self._before
+
+    def exhausted(self) -> bool:
+        self._most = max(self._most, self._used())
+        return not self._may_grow and read_host_memory().available.bytes < SPARE_BYTES
+
+    @staticmethod
+    def _used() -> int:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, available = (int(fields[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
+        return total - available

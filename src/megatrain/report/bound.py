@@ -1,0 +1,19 @@
+"""Which resource a step spends most of its time under, from what was measured of it."""
+
+from __future__ import annotations
+
+START_SHARE = 0.25
+"""Of an update: where less of it is exposed, only its beginning is, which no forward can hide."""
+
+
+def bound_by(*, step_s: float, optimizer_s: float, exposed_optimizer_s: float, exposed_transfer_s: float) -> str:
+    """ "compute", "optimizer" or "link".
+
+    Where a good part of the update is exposed, the forward that it runs under is as long as the update: all of it
+    then counts for the optimizer, not only what is exposed.
+    """
+    follows = exposed_optimizer_s > START_SHARE * optimizer_s
+    optimizer = min(max(optimizer_s, exposed_optimizer_s), step_s) if follows else exposed_optimizer_s
+    compute = step_s - optimizer - exposed_transfer_s
+    held = {"compute": compute, "optimizer": optimizer, "link": exposed_transfer_s}
+    return max(held, key=lambda name: held[name])
