@@ -28,6 +28,8 @@ LOAD_BUFFERS = 2
 """Inputs on their way back to the device when activations wait in host memory."""
 SENDS_IN_FLIGHT = 2
 """Inputs on their way out, whose memory the device still holds."""
+VISITOR_BYTES = (16 * 4 << 20) + 5 * 256
+"""Of a piece of the optimizer's state that visits the device: `stream.visitors.place_bytes`."""
 TOKEN_BYTES = 4 * 8
 """Of a token of the running step: its number, label, position and mask, as the loader hands them out."""
 
@@ -53,6 +55,7 @@ class MemoryPlan:
     on_cpu: bool
     resident: int = 0  # units, from the stem on, that stay on the device with their optimizer state
     kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
+    visitors: int = 0  # pieces of the optimizer's state that are on the device for their update at once
 
     @property
     def device_total(self) -> int:
@@ -73,7 +76,8 @@ class MemoryPlan:
     @property
     def pinned_bytes(self) -> int:
         """What the device copies from and to, and is to be page-locked."""
-        wanted = ("weights as streamed", "gradients", "activations")
+        visiting = ("low halves of the masters", "optimizer moments") if self.visitors else ()
+        wanted = ("weights as streamed", "gradients", "activations", *visiting)
         return sum(self.host.get(purpose, 0) for purpose in wanted)
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +122,7 @@ def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
         device["attention masks"] = chosen.micro_batch * chosen.micro_batches * chosen.seq_len**2
     if terms.context_bytes:
         device["context and workspaces"] = terms.context_bytes
-    host = host_bytes(sizes, moment_bytes=terms.moment_bytes)
+    host = host_bytes(sizes, moment_bytes=terms.moment_bytes, visits=chosen.visitors > 0)
     if chosen.activations == "host":
         host["activations"] = _waiting_rows(chosen, sizes=sizes) * footprint(chosen.input_bytes, pinned=True)
     copies = 1 if chosen.on_cpu else 2  # a page-locked one for the way to the device
@@ -139,13 +143,13 @@ def units_of(sizes: ModelSizes) -> tuple[UnitSizes, ...]:
     return (sizes.stem, *sizes.layers, sizes.tail)
 
 
-def host_bytes(sizes: ModelSizes, *, moment_bytes: int = 4) -> dict[str, int]:
+def host_bytes(sizes: ModelSizes, *, moment_bytes: int = 4, visits: bool = False) -> dict[str, int]:
     """The store: every unit's streamed half, the rest of its master, two moments, a gradient slab, step counts."""
     units = units_of(sizes)
     return {
         "weights as streamed": sum(footprint(u.streamed_bytes, pinned=True) for u in units) + BORDER,
-        "low halves of the masters": sum(footprint(2 * u.bf16_elems, pinned=False) for u in units),
-        "optimizer moments": sum(footprint(2 * moment_bytes * u.elems, pinned=False) for u in units),
+        "low halves of the masters": sum(footprint(2 * u.bf16_elems, pinned=visits) for u in units),
+        "optimizer moments": sum(footprint(2 * moment_bytes * u.elems, pinned=visits) for u in units),
         "gradients": sum(footprint(u.param_bytes, pinned=True) for u in units),
         "step counts": sum(8 * u.params for u in units),
     }
@@ -181,6 +185,8 @@ def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
     }
     if chosen.resident:
         table["resident units"] = _resident_bytes(chosen, terms=terms)
+    if chosen.visitors:
+        table["visiting optimizer state"] = chosen.visitors * VISITOR_BYTES
     if chosen.kept:
         tokens = chosen.micro_batches * chosen.micro_batch * chosen.seq_len
         table["kept graphs"] = chosen.kept * sizes.saved_bytes_per_token * tokens

@@ -22,7 +22,7 @@ from megatrain.stream.device import Device, Event, Rng, StreamName
 class Span:
     """One thing that ran. Seconds since the trace began."""
 
-    lane: str  # "compute", "fetch", "send", "optimizer"
+    lane: str  # a stream's name, or "optimizer"
     what: str
     start_s: float
     end_s: float
@@ -100,6 +100,9 @@ class TracedDevice:
 
     def computing(self) -> AbstractContextManager[None]:
         return self.inner.computing()
+
+    def on(self, stream: StreamName) -> AbstractContextManager[None]:
+        return self.inner.on(stream)
 
     def event(self, fact: str) -> Event:
         return self.inner.event(fact)

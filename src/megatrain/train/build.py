@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.data.loader import Loader
 from megatrain.data.prepare import Prepared
+from megatrain.errors import DeviceError
 from megatrain.host.arena import footprint
 from megatrain.host.initial import init_random
 from megatrain.host.store import HostStore
@@ -24,8 +26,10 @@ from megatrain.model.attention import VARLEN
 from megatrain.model.skeleton import ModelSpec, load_config
 from megatrain.model.streamed import StreamedModel
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.kernel import load_kernel
+from megatrain.optim.kernel import Kernel, load_kernel
+from megatrain.optim.kernel.on_device import NAME, SOURCE, DeviceKernel
 from megatrain.optim.threads import optimizer_threads
+from megatrain.optim.together import Together
 from megatrain.optim.worker import OptimizerWorker
 from megatrain.plan.hardware import DeviceMemory, read_host_memory, read_page_lock
 from megatrain.plan.job import CONTEXT_BYTES, MOMENT_BYTES, Job, Limits, Settings
@@ -34,8 +38,10 @@ from megatrain.plan.process import libraries_bytes
 from megatrain.recipe import Recipe, resolve_asset
 from megatrain.stream.device import CpuDevice, Device
 from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name, open_cuda, vram_free_bytes
+from megatrain.stream.device_cuda_kernel import CudaKernel
 from megatrain.stream.executor import StreamingExecutor
 from megatrain.stream.step import Geometry
+from megatrain.stream.visitors import Visitors
 from megatrain.train.evaluation import evaluation_groups
 from megatrain.train.gate import UnitGate
 from megatrain.train.run import Run
@@ -57,6 +63,7 @@ class Planned:
     model: StreamedModel
     plan: MemoryPlan
     job: Job  # what the plan answers: changed, it can be planned again
+    device_kernel: DeviceKernel | None = None  # None: no unit may be resident
 
 
 def read_config(recipe: Recipe) -> PretrainedConfig:
@@ -76,6 +83,11 @@ def model_path(recipe: Recipe) -> str:
         return str(resolve_asset(path))
     local = Path(path).expanduser()
     return str(local) if local.exists() else path
+
+
+def moments_of(recipe: Recipe) -> torch.dtype:
+    """What the optimizer's moments are stored in."""
+    return torch.bfloat16 if recipe.optimizer.state == "bf16" else torch.float32
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
@@ -104,6 +116,7 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
     )
     if recipe.data.packing:
         model.check_packing()
+    kernel = _device_kernel(device)
     host = read_host_memory()
     threads = recipe.memory.threads
     job = Job(
@@ -125,10 +138,10 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
         stem_shared=model.anatomy.stem_shared,
         dense_masks=model.attention != VARLEN,
         moment_bytes=MOMENT_BYTES[recipe.optimizer.state],
-        can_reside=False,
+        can_reside=kernel is not None,
         resumed=resumed,
     )
-    return Planned(recipe, device, on_cuda, name, config, model, decide(job), job)
+    return Planned(recipe, device, on_cuda, name, config, model, decide(job), job, kernel)
 
 
 @dataclass(frozen=True)
@@ -153,7 +166,7 @@ def build_rooms(
     before_unit, after_unit: called by the optimizer's thread around each update. stop: a step that is still running
     long after it was raised is given up between two layers. Raises DoesNotFit.
     """
-    recipe, chosen, model = planned.recipe, planned.plan, planned.model
+    chosen, model = planned.plan, planned.model
     row_bytes = footprint(chosen.input_bytes, pinned=True)
     stored_rows = len(model.anatomy.layers) * chosen.micro_batches if chosen.load_buffers else 0
     store = HostStore.allocate(
@@ -161,10 +174,12 @@ def build_rooms(
         pin=planned.on_cuda,
         threads=chosen.threads,
         extra_pinned_bytes=stored_rows * row_bytes,
+        moments=moments_of(planned.recipe),
+        visits=chosen.visitors > 0,
     )
     fill(store)
     worker = OptimizerWorker(
-        _optimizer(recipe, model=model, store=store, threads=chosen.threads),
+        _optimizer(planned, store=store),
         store=store,
         before_unit=before_unit,
         after_unit=after_unit,
@@ -180,6 +195,8 @@ def build_rooms(
             load_buffers=chosen.load_buffers,
             head_chunk=chosen.head_chunk,
             input_bytes=chosen.input_bytes,
+            resident=chosen.resident,
+            kept=chosen.kept,
         ),
         updates=worker if stop is None else PolledUpdates(worker, stop=stop),
     )
@@ -241,9 +258,10 @@ def _fill(store: HostStore, planned: Planned, *, progress: Callable[[int, int], 
     load_pretrained(store, source=source, meta_model=planned.model.meta_model, progress=progress)
 
 
-def _optimizer(recipe: Recipe, *, model: StreamedModel, store: HostStore, threads: int) -> AdamW:
-    marked = (n for n, p in model.meta_model.named_parameters() if getattr(p, "_no_weight_decay", False))
-    options = recipe.optimizer
+def _optimizer(planned: Planned, *, store: HostStore) -> AdamW:
+    named = planned.model.meta_model.named_parameters()
+    marked = (n for n, p in named if getattr(p, "_no_weight_decay", False))
+    options = planned.recipe.optimizer
     return AdamW(
         store,
         betas=options.betas,
@@ -251,8 +269,19 @@ def _optimizer(recipe: Recipe, *, model: StreamedModel, store: HostStore, thread
         weight_decay=options.weight_decay,
         decay_all=options.decay_all,
         never_decay=frozenset(marked),
-        kernel=load_kernel(threads=threads),
+        kernel=_kernel(planned),
+        device_kernel=planned.device_kernel,
+        seed=planned.recipe.train.seed,
     )
+
+
+def _kernel(planned: Planned) -> Kernel | Together | None:
+    """The CPU's kernel, with the device beside it where the plan has room for visitors."""
+    kernel = load_kernel(threads=planned.plan.threads)
+    if kernel is None or planned.device_kernel is None or not planned.plan.visitors:
+        return kernel
+    visitors = Visitors(planned.device, places=planned.plan.visitors)
+    return Together(kernel, device_kernel=planned.device_kernel, partner=visitors)
 
 
 def _open_device(recipe: Recipe) -> tuple[Device, str, DeviceMemory | None]:
@@ -270,6 +299,17 @@ def _open_device(recipe: Recipe) -> tuple[Device, str, DeviceMemory | None]:
     free, taken = vram_free_bytes(cuda)
     name = device_name(cuda)
     return device, name, DeviceMemory(total_bytes=free + taken, free_bytes=free + device.context_bytes, name=name)
+
+
+def _device_kernel(device: Device) -> DeviceKernel | None:
+    """AdamW for units that live on the device; without it (no NVRTC) none does, and the rest works as ever."""
+    if not isinstance(device, CudaDevice):
+        return None
+    try:
+        return DeviceKernel(CudaKernel(SOURCE.read_text(), name=NAME, device=device.torch_device))
+    except DeviceError as error:
+        warnings.warn(f"spare VRAM is left unused: {error}", stacklevel=2)
+        return None
 
 
 def _attention(recipe: Recipe, *, on_cuda: bool) -> str:
