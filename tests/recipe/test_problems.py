@@ -149,7 +149,6 @@ def test_required_keys() -> None:
     [
         "optimizer.name=muon",
         "optimizer.name=sgd",
-        "optimizer.state=bf16",
         "optimizer.state=int8",
         "optimizer.state=int4",
         "optimizer.master=bf16",

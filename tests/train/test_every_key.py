@@ -86,7 +86,7 @@ KEYS: dict[str, Key] = {
     "optimizer.decay_all": Key(True, "losses", {"optimizer.weight_decay": 0.5}),
     "optimizer.momentum": Key(0.5, "refusal"),
     "optimizer.master": Key("bf16", "refusal"),
-    "optimizer.state": Key("int8", "refusal"),
+    "optimizer.state": Key("bf16", "losses"),
     "optimizer.schedule": Key("wsd", "losses"),
     "optimizer.warmup": Key(2, "losses"),
     "optimizer.min_lr_ratio": Key(0.5, "losses"),

@@ -101,7 +101,7 @@ def _later(recipe: Recipe) -> Iterator[Finding]:
     optimizer = recipe.optimizer
     asked = [
         ("optimizer.name", optimizer.name, optimizer.name != "adamw"),
-        ("optimizer.state", optimizer.state, optimizer.state != "fp32"),
+        ("optimizer.state", optimizer.state, optimizer.state not in ("fp32", "bf16")),
         ("optimizer.master", optimizer.master, optimizer.master != "fp32"),
         ("train.freeze", "freezing parameters", bool(recipe.train.freeze)),
         ("data.streaming", "streaming data", recipe.data.streaming),

@@ -155,7 +155,7 @@ class Optimizer(Section):
         "fp32", description="master weights: fp32 is lossless, bf16 rounds stochastically"
     )
     state: Annotated[Literal["fp32", "bf16", "int8", "int4"], _CHOICE] = Field(
-        "fp32", description="what the moments are stored in"
+        "fp32", description="what the moments are stored in; bf16: stochastically rounded, 10 bytes a parameter, not 14"
     )
     schedule: Annotated[Literal["constant", "linear", "cosine", "wsd"], _CHOICE] = Field(
         "cosine", description="course of the learning rate after the warm-up"

@@ -191,9 +191,9 @@ class Session:
 
     def _check_planned_disk(self, prospect: Prospect, *, start: Start) -> None:
         """The same before a byte of weights is read: the checkpoint exactly, the export at two bytes a parameter."""
-        sizes = prospect.planned.model.sizes
+        sizes, moment_bytes = prospect.planned.model.sizes, prospect.planned.job.moment_bytes
         done = start.candidates[0].state.step if start.candidates else 0
-        one = checkpoint_bytes(sizes) if prospect.total_steps > done else 0
+        one = checkpoint_bytes(sizes, moment_bytes=moment_bytes) if prospect.total_steps > done else 0
         self._check_room(one, export=2 * sizes.params_total if self.recipe.output.export else 0, start=start)
 
     def _check_disk(self, run: Run, *, start: Start, left: int) -> None:
