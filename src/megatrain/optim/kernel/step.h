@@ -151,17 +151,20 @@ struct Bf16Moments {
 enum class Contraction { kVector, kTail };
 enum class Lerp { kFromAverage, kFromGradient };  // beta1 > 0.5, or not: the end that is nearer, as in torch
 
-// L::width elements at i.
+template <class L>
+struct NewMoments {
+    typename L::Float m, v;  // in fp32, before any rounding
+};
+
+// The moments of L::width elements at i: stored and returned.
 template <class L, class Format, class Moments, Lerp lerp, Contraction contraction>
-inline __attribute__((always_inline)) void update(const Run& r, int64_t i) {
+inline __attribute__((always_inline)) NewMoments<L> new_moments(const Run& r, int64_t i) {
     using F = typename L::Float;
     const F grad = L::mul(Format::template grad<L>(r, i), L::fill(r.clip));
-    const F weight = L::mul(Format::template weight<L>(r, i), L::fill(r.keep));
-
-    const F average = Moments::template load<L>(r.exp_avg, i);
-    const F away = L::sub(grad, average);
+    const F before = Moments::template load<L>(r.exp_avg, i);
+    const F away = L::sub(grad, before);
     // The third differs from the second in the sign of a zero only.
-    const F m = lerp == Lerp::kFromAverage            ? L::fma(L::fill(r.lerp), away, average)
+    const F m = lerp == Lerp::kFromAverage            ? L::fma(L::fill(r.lerp), away, before)
                 : contraction == Contraction::kVector ? L::fma(L::fill(r.lerp - 1.0f), away, grad)
                                                       : L::fma(L::fill(1.0f - r.lerp), L::negative(away), grad);
 
@@ -170,10 +173,22 @@ inline __attribute__((always_inline)) void update(const Run& r, int64_t i) {
     const F v = contraction == Contraction::kVector ? L::fma(part, grad, L::mul(square, L::fill(r.beta2)))
                                                     : L::fma(square, L::fill(r.beta2), L::mul(part, grad));
     Moments::template keep<L>(r, i, m, v);
+    return {m, v};
+}
 
-    const F denominator = L::add(L::div(L::sqrt(v), L::fill(r.bias2_sqrt)), L::fill(r.eps));
-    const F move = L::div(L::mul(L::fill(r.neg_step), m), denominator);
-    Format::template keep_weight<L>(r, i, L::add(weight, move));
+// The weights of L::width elements at i.
+template <class L, class Format>
+inline __attribute__((always_inline)) void move_weight(const Run& r, int64_t i, NewMoments<L> moments) {
+    using F = typename L::Float;
+    const F denominator = L::add(L::div(L::sqrt(moments.v), L::fill(r.bias2_sqrt)), L::fill(r.eps));
+    const F step = L::div(L::mul(L::fill(r.neg_step), moments.m), denominator);
+    const F weight = L::mul(Format::template weight<L>(r, i), L::fill(r.keep));
+    Format::template keep_weight<L>(r, i, L::add(weight, step));
+}
+
+template <class L, class Format, class Moments, Lerp lerp, Contraction contraction>
+inline __attribute__((always_inline)) void update(const Run& r, int64_t i) {
+    move_weight<L, Format>(r, i, new_moments<L, Format, Moments, lerp, contraction>(r, i));
 }
 
 inline __attribute__((always_inline)) void prefetch(const void* base, int64_t bytes) {
@@ -208,7 +223,14 @@ void step_range(const Run& run, int64_t begin, int64_t end) {
     int64_t i = begin;
     for (; i + 32 <= body; i += 32) {
         prefetch_all<Format, Moments>(r, i);
-        for (int64_t k = 0; k < 32; k += L::width) update<L, Format, Moments, lerp, Contraction::kVector>(r, i + k);
+        // All moments first: the divisions, which take long, then run while the next 32 begin.
+        NewMoments<L> moments[32 / L::width];
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < 32 / L::width; ++k) {
+            moments[k] = new_moments<L, Format, Moments, lerp, Contraction::kVector>(r, i + k * L::width);
+        }
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < 32 / L::width; ++k) move_weight<L, Format>(r, i + k * L::width, moments[k]);
     }
     for (; i + L::width <= body; i += L::width) update<L, Format, Moments, lerp, Contraction::kVector>(r, i);
     for (; i < body; ++i) update<ScalarLanes, Format, Moments, lerp, Contraction::kVector>(r, i);
@@ -224,9 +246,11 @@ void step_with(const Run& r, int64_t begin, int64_t end) {
 template <class L>
 void step_lanes(const Run& r, int64_t begin, int64_t end) {
     if (r.low != nullptr) {
-        r.bf16_moments ? step_with<L, Halves, Bf16Moments>(r, begin, end) : step_with<L, Halves, WideMoments>(r, begin, end);
+        r.bf16_moments ? step_with<L, Halves, Bf16Moments>(r, begin, end)
+                       : step_with<L, Halves, WideMoments>(r, begin, end);
     } else {
-        r.bf16_moments ? step_with<L, Full, Bf16Moments>(r, begin, end) : step_with<L, Full, WideMoments>(r, begin, end);
+        r.bf16_moments ? step_with<L, Full, Bf16Moments>(r, begin, end)
+                       : step_with<L, Full, WideMoments>(r, begin, end);
     }
 }
 
