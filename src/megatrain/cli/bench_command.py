@@ -17,6 +17,7 @@ from megatrain.report.trace import write_chrome_trace
 
 if TYPE_CHECKING:
     from megatrain.train.baselines.runner import Baseline
+    from megatrain.train.baselines.work import Work
     from megatrain.train.bench import BenchResult
 
 DEFAULT_STEPS = 5
@@ -43,34 +44,28 @@ def run(
 ) -> int:
     """Measure and print; returns the exit code. A recipe is measured on its own data, a model on random tokens."""
     chosen = _recipe(recipe, model=model, overrides=overrides, tokens_per_step=tokens_per_step)
-    from megatrain.train.baselines.runner import parse_names
+    from megatrain.train.baselines.runner import parse_names, run_baselines
 
     names = parse_names(baseline) if baseline is not None else ()
     count = steps or DEFAULT_STEPS
-    result, others = _measure(
-        chosen,
-        own_data=recipe is not None,
-        steps=count,
-        traced_steps=TRACED_STEPS if trace is not None else 1,
-        baselines=names,
-        timeout_s=baseline_timeout_s,
+    result, work = _measure(
+        chosen, own_data=recipe is not None, steps=count, traced_steps=1 if trace is None else TRACED_STEPS
     )
     if trace is not None:
         write_chrome_trace(trace, result.trace.spans)
+    told = sys.stderr if json else sys.stdout
+    print(report_text(result.report), file=told)
+    print(trace_text(result.trace, coloured=colours(told)), file=told, flush=True)
+    others = run_baselines(names, work=work, timeout_s=baseline_timeout_s, tell=_tell)
+    if others:
+        print(baseline_table(others, report=result.report), file=told, flush=True)
     if json:
         emit(result.report.to_dict() | {"baselines": [_compared(other, result=result) for other in others]})
-        return 0
-    print(report_text(result.report))
-    print(trace_text(result.trace, coloured=colours(sys.stdout)))
-    if others:
-        print(baseline_table(others, report=result.report))
     return 0
 
 
-def _measure(
-    recipe: Recipe, *, own_data: bool, steps: int, traced_steps: int, baselines: Sequence[str], timeout_s: int
-) -> tuple[BenchResult, list[Baseline]]:
-    from megatrain.train.baselines.runner import run_baselines
+def _measure(recipe: Recipe, *, own_data: bool, steps: int, traced_steps: int) -> tuple[BenchResult, Work]:
+    """What was measured, and the same work for others. When this returns, the device and the host are free again."""
     from megatrain.train.baselines.work import Work
     from megatrain.train.bench import bench
     from megatrain.train.bench_tokens import read_data
@@ -79,7 +74,6 @@ def _measure(
     prepared = read_data(recipe) if own_data else None
     planned = plan_run(recipe, config=read_config(recipe))
     result = bench(planned, steps=steps, prepared=prepared, traced_steps=traced_steps)
-    planned.device.release_cache()
     work = Work(
         model=model_path(recipe),
         precision="bf16" if planned.model.spec.precision.itemsize == 2 else "fp32",
@@ -91,7 +85,10 @@ def _measure(
         max_grad_norm=recipe.train.max_grad_norm,
         other_vram_bytes=planned.plan.device.get("context and workspaces", 0),
     )
-    return result, run_baselines(baselines, work=work, timeout_s=timeout_s, tell=_tell)
+    device = planned.device
+    del planned  # its model holds views of what was on the device
+    device.release_cache()
+    return result, work
 
 
 def _tell(text: str) -> None:

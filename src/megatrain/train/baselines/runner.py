@@ -55,6 +55,10 @@ class Baseline:
         """Of the process, or of the whole host if that grew by more: page-locked memory may not count as its."""
         return int(max(self._number("host_peak_bytes"), self._number("host_grown_bytes")))
 
+    @property
+    def words(self) -> str:
+        return self.failure if self.failure is not None else f"{self._number('tokens_per_s'):,.0f} tok/s"
+
     def _number(self, key: str) -> float:
         value = self.result.get(key, 0)
         return float(value) if isinstance(value, int | float) else 0.0
@@ -72,15 +76,16 @@ def parse_names(text: str) -> tuple[str, ...]:
 def run_baselines(
     names: Sequence[str], *, work: Work, timeout_s: float = TIMEOUT_S, tell: Callable[[str], None] = lambda text: None
 ) -> list[Baseline]:
-    """One after another, in the order given. `tell` hears which one begins."""
+    """One after another, in the order given. `tell` hears how it goes."""
     done = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "work.json")
         work.write(path)
         for name in names:
-            tell(f"baseline {name}")
+            tell(f"{name} runs, {timeout_s:g} s at most")
             command = [sys.executable, "-m", f"megatrain.train.baselines.{name}", str(path)]
             done.append(run_child(name, command=command, folder=Path(folder), timeout_s=timeout_s))
+            tell(f"{name}: {done[-1].words}")
     return done
 
 
