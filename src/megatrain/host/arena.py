@@ -2,7 +2,7 @@
 
 torch's own ``pin_memory`` rounds every block up to a power of two and touches pages on one thread; a plain
 anonymous mapping with huge pages, populated by several threads and then registered with CUDA, costs exactly
-its size and a tenth of the time.
+its size and a tenth of the time. On a machine with several memory nodes its pages lie on all of them in turn (`numa`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatrain.errors import DoesNotFit
+from megatrain.host import numa
 from megatrain.host.pages import BORDER
 from megatrain.host.pages import footprint as footprint
 
@@ -54,6 +55,7 @@ class Arena:
         """Map and populate. The two sizes are sums of `footprint`. Raises DoesNotFit when RAM cannot be had."""
         self._size = footprint(pinned_bytes, pinned=True) + footprint(pageable_bytes, pinned=False) + BORDER
         self._memory = _map(self._size)
+        numa.spread(self._memory)
         _populate(self._memory, threads=threads)
         self._next = 0
         self._pin = pin
