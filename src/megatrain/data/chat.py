@@ -7,7 +7,8 @@ turn (as ``system + blank line + user``), anything else makes the row a bad one,
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megatrain.data.bounded import Exhausted, bounded
 from megatrain.data.formats import Conversation
 from megatrain.data.messages import Message, Tool
 from megatrain.data.records import BadRow
@@ -27,10 +29,7 @@ _STANDING_CLOCK = {  # 26 July 2024, noon
     "H": "12", "I": "12", "p": "PM", "M": "00", "S": "00",
 }  # fmt: skip
 _PROBE_CALL = {"name": _PROBE, "arguments": {}}
-# What a template written by somebody else raises on a row that it was not made for.
-_TEMPLATE_ERRORS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
+_KEY = "tokenizer.chat_template"
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class ChatTemplate:
         except ValueError as error:
             raise DataError(
                 "the data are conversations, but the tokenizer has no chat template",
-                where="tokenizer.chat_template",
+                where=_KEY,
                 hint="set tokenizer.chat_template to a .jinja file or to the template itself, "
                 "or give the data as prompt_completion or text",
             ) from error
@@ -66,7 +65,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], *, tools: tuple[Tool, ...] = (), generation_prompt: bool = False
     ) -> str:
         """What the template prints, as it is. Raises BadRow if it cannot."""
-        try:
+        with _rendering():
             text = self._tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
@@ -74,25 +73,20 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 tokenize=False,
             )
-        except jinja2.TemplateSyntaxError as error:
-            raise DataError(
-                f"the chat template is broken in line {error.lineno}: {error.message}", where="tokenizer.chat_template"
-            ) from error
-        except _TEMPLATE_ERRORS as error:
-            raise BadRow(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)
         return text
 
     def generation_spans(self, conversation: Conversation) -> list[tuple[int, int]]:
         """The characters [start, end) inside ``{% generation %}`` blocks."""
         named: dict[str, Any] = dict(self._tokenizer.special_tokens_map)
-        printed: Any = render_jinja_template(
-            [list(conversation.messages)],
-            tools=list(conversation.tools) or None,
-            chat_template=self._sources[bool(conversation.tools)],
-            return_assistant_tokens_mask=True,
-            **named,
-        )
+        with _rendering():
+            printed: Any = render_jinja_template(
+                [list(conversation.messages)],
+                tools=list(conversation.tools) or None,
+                chat_template=self._sources[bool(conversation.tools)],
+                return_assistant_tokens_mask=True,
+                **named,
+            )
         return [(start, end) for start, end in printed[1][0]]
 
     def print(self, conversation: Conversation) -> tuple[Conversation, str]:
@@ -162,6 +156,23 @@ class ChatTemplate:
         if not found:
             return Manner(prompt, None, "")
         return Manner(prompt, re.compile(rf"(?:{re.escape(rest[: found.start()])}|\s*)(?:{tokens})"), found.group())
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    """Around a template at work. Raises DataError for a broken or endless one, BadRow for what it refuses."""
+    try:
+        with bounded():
+            yield
+    except Exhausted as limit:
+        hint = "no template needs that for one row; use the one that belongs to the model"
+        raise DataError(f"the chat template {limit} on one row", where=_KEY, hint=hint) from None
+    except jinja2.TemplateSyntaxError as error:
+        raise DataError(f"the chat template is broken in line {error.lineno}: {error.message}", where=_KEY) from error
+    except SyntaxError as error:  # Jinja took it, but the Python that Jinja made of it is none: a break without a loop
+        raise DataError(f"the chat template is broken: {error.msg}", where=_KEY) from error
+    except Exception as error:  # a program of somebody else, on a row that it was not made for
+        raise BadRow(f"the chat template refuses it: {error}") from error
 
 
 def _without_clock(template: str) -> str:

@@ -16,6 +16,7 @@ from megatrain.data.chat import ChatTemplate
 from megatrain.data.formats import Completion, Content, Conversation, Text
 from megatrain.data.records import BadRow
 from megatrain.data.samples import Flags, Tokens
+from megatrain.data.tokenizer import is_panic
 from megatrain.data.turns import Span, print_conversation
 from megatrain.errors import DataError
 
@@ -97,10 +98,20 @@ class Encoder:
                 chosen = [i for i, draft in enumerate(drafts) if draft.plain == plain and draft.whole == whole]
                 # Offsets cost as much as the tokens; where everything is trained on nobody asks for them.
                 run = self._backend.encode_batch_fast if whole else self._backend.encode_batch
-                codes = run([drafts[i].text for i in chosen], add_special_tokens=plain) if chosen else []
+                codes = self._codes(run, [drafts[i].text for i in chosen], plain=plain) if chosen else []
                 for index, code in zip(chosen, codes, strict=True):
                     results[index] = self._finish(code, draft=drafts[index])
         return [results[index] for index in range(len(drafts))]
+
+    def _codes(self, run: Any, texts: list[str], *, plain: bool) -> Any:
+        try:
+            return run(texts, add_special_tokens=plain)
+        except BaseException as error:  # an expression that it gave up, a token that its vocabulary lacks
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            hint = "its tokenizer.json is damaged, or not made for such texts"
+            raise DataError(f"the tokenizer fails: {reason}", where="tokenizer.path", hint=hint) from error
 
     def _finish(self, code: Any, *, draft: Draft) -> Encoded:
         tokens = np.asarray(code.ids, np.int32)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.data.folders import files_in, has_magic, matching
 from megatrain.data.lines import read_json, read_jsonl, read_txt
 from megatrain.data.records import Record
 from megatrain.data.tables import read_arrow, read_csv, read_hub, read_parquet
@@ -40,7 +40,10 @@ def locate(path: str, *, split: str = "train", subset: str | None = None) -> Pla
     `split` chooses among the files of a folder (by the words in their names, as on the hub) and among the
     splits of a hub data set; what is in a file is split "train".
     """
-    place = _find(path, split=split)
+    try:
+        place = _find(path, split=split)
+    except OSError as error:  # no permission to look, a name that is too long, a loop of links
+        raise DataError(f"cannot be looked at: {error.strerror}", where=path) from error
     if place.hub_id is None and subset is not None:
         raise DataError(f"only data sets of the hub have subsets ({subset!r})", where=path)
     if place.hub_id is None and split != "train" and not Path(path).expanduser().is_dir():
@@ -56,8 +59,8 @@ def _find(path: str, *, split: str) -> Place:
         return Place(_of_folder(local, split=split))
     if local.is_file():
         return Place((_known(local),))
-    if glob.has_magic(path):
-        found = sorted(p for p in map(Path, glob.glob(str(local), recursive=True)) if p.is_file())
+    if has_magic(path):
+        found = matching(str(local))
         if not found:
             raise DataError("no file matches", where=path, hint="relative paths count from the current directory")
         return Place(tuple(_known(p) for p in found))
@@ -115,14 +118,15 @@ def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
     saved = folder / "dataset_dict.json"  # datasets.DatasetDict.save_to_disk
     if saved.is_file():
         names = [str(name) for name in _list_in(saved, key="splits")]
-        if split not in names:
+        if split not in names or Path(split).name != split:
             raise _no_split(folder, split=split, names=names)
-        return _of_folder(folder / split, split="train")
+        folder = folder / split
     state = folder / "state.json"  # datasets.Dataset.save_to_disk; says the order of its files
     if state.is_file():
-        named = [item.get("filename") for item in _list_in(state, key="_data_files") if isinstance(item, dict)]
-        return tuple(folder / name for name in named if isinstance(name, str))
-    found = sorted(p for p in folder.rglob("*") if _is_data(p, folder=folder))
+        return _listed(state)
+    if saved.is_file():
+        split = "train"
+    found = sorted(p for p in files_in(folder) if _is_data(p, folder=folder))
     if not found:
         raise DataError("the folder holds no data files", where=str(folder), hint=f"expected {', '.join(KINDS)}")
     by_split: dict[str, list[Path]] = {}
@@ -138,6 +142,18 @@ def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
     return tuple(by_split[wanted])
 
 
+def _listed(state: Path) -> tuple[Path, ...]:
+    """The files that a saved data set consists of, which lie beside its state.json."""
+    names = [item.get("filename") for item in _list_in(state, key="_data_files") if isinstance(item, dict)]
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            hint = "a saved data set holds all of its files; save it again, or give the path of its files"
+            raise DataError(f"names {str(name)[:100]!r}, which is no file beside it", where=str(state), hint=hint)
+        if not (state.parent / name).is_file():
+            raise DataError(f"names {name[:100]!r}, which is not there", where=str(state))
+    return tuple(state.parent / str(name) for name in names)
+
+
 def _list_in(file: Path, *, key: str) -> list[object]:
     """What `datasets` wrote of its own. Raises DataError where it did not."""
     try:
@@ -149,7 +165,7 @@ def _list_in(file: Path, *, key: str) -> list[object]:
 
 def _is_data(path: Path, *, folder: Path) -> bool:
     hidden = any(part.startswith((".", "_")) for part in path.relative_to(folder).parts)
-    return path.is_file() and not hidden and _suffix(path) in KINDS and path.name != "dataset_info.json"
+    return not hidden and _suffix(path) in KINDS and path.name != "dataset_info.json"
 
 
 def _split_of(path: Path) -> str | None:

@@ -14,17 +14,18 @@ for which of these names.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import ClassVar
 
 from megatrain.data.messages import Message, Tool, as_messages, text_of
-from megatrain.data.records import BadRow
+from megatrain.data.records import BadRow, json_of
 from megatrain.errors import DataError
 
 _LISTS = ("messages", "conversations", "conversation")
 _COLUMNS = (*_LISTS, "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools")
+_NAMED, _LONGEST_NAME = 20, 60  # columns in a message
 _RENAMED = frozenset({*_COLUMNS, "role", "content"}) - {"conversations", "conversation"}
 
 
@@ -77,7 +78,7 @@ class RowReader:
         """What the row says. Raises BadRow."""
         format = self.format or self._detect(row)
         if format is None:
-            raise BadRow(f"no format fits its columns ({', '.join(map(str, row)) or 'none'})")
+            raise BadRow(f"no format fits its columns ({_listed(row)})")
         content = self._READ[format](self, row)
         self.format = format
         return content
@@ -168,13 +169,15 @@ class RowReader:
         return ({"role": "system", "content": system}, *messages) if system else messages
 
 
+def _listed(row: Mapping[str, object]) -> str:
+    names = [str(name)[:_LONGEST_NAME] for name in islice(row, _NAMED)]
+    return ", ".join(names) + (", ..." if len(row) > _NAMED else "") or "none"
+
+
 def _tools(value: object) -> tuple[Tool, ...]:
     """Tool definitions, which many data sets keep as a JSON string."""
     if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except json.JSONDecodeError as error:
-            raise BadRow(f"'tools' is not JSON: {error.msg}") from error
+        value = json_of(value, what="'tools'") if value.strip() else None
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):

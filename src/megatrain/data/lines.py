@@ -14,14 +14,19 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import IO, AnyStr, BinaryIO, cast
 
 from megatrain.data.records import Record
 from megatrain.errors import DataError
+from megatrain.units import format_size
 
 _SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
 _BEYOND_JSON = (RecursionError, ValueError)  # nested a thousand times; a number of more than 4,300 digits
 _BOM = b"\xef\xbb\xbf"
+_LONGEST_LINE = 2**30
+_PIECE = 2**24
+_LARGEST_DOCUMENT = 2**33
+"""Bytes of a .json file that is not line by line, which is read whole; a packed file may hold more than its size."""
 
 
 @contextmanager
@@ -35,11 +40,21 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"cannot be read: {reason}", where=str(path)) from error
 
 
+def bounded_lines(file: IO[AnyStr], *, name: str) -> Iterator[AnyStr]:
+    """The lines of a file that is open. Raises DataError for one without end: a packed file of a few MB may hold it."""
+    number = 0
+    while line := file.readline(_LONGEST_LINE + 1):
+        number += 1
+        if len(line) > _LONGEST_LINE:
+            raise DataError(f"the line is longer than {format_size(_LONGEST_LINE)}", where=f"{name}:{number}")
+        yield line
+
+
 def read_jsonl(path: Path, *, name: str) -> Iterator[Record]:
     """One object per line. Blank lines are no records; a broken line is a record with its fault."""
     row = 0
     with open_bytes(path) as file:
-        for line, data in enumerate(file, start=1):
+        for line, data in enumerate(bounded_lines(file, name=name), start=1):
             body = (data.removeprefix(_BOM) if line == 1 else data).strip(b" \t\r\n")
             if not body:
                 continue
@@ -54,11 +69,11 @@ def read_json(path: Path, *, name: str) -> Iterator[Record]:
     """
     with open_bytes(path) as file:
         start = file.read(4096).removeprefix(_BOM).lstrip(b" \t\r\n")
-    if not start.startswith(b"[") and _first_line_is_whole(path):
+    if not start.startswith(b"[") and _first_line_is_whole(path, name=name):
         yield from read_jsonl(path, name=name)
         return
     with open_bytes(path) as file:
-        data = file.read().removeprefix(_BOM)
+        data = _whole(file, name=name).removeprefix(_BOM)
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -67,11 +82,23 @@ def read_json(path: Path, *, name: str) -> Iterator[Record]:
     yield from _scan(text, name=name)
 
 
+def _whole(file: BinaryIO, *, name: str) -> bytes:
+    """All of a file, in pieces: asked for more than there is, a file takes the memory for it first."""
+    pieces, size = [], 0
+    while piece := file.read(_PIECE):
+        pieces.append(piece)
+        size += len(piece)
+        if size > _LARGEST_DOCUMENT:
+            hint = "write one object per line and call it .jsonl"
+            raise DataError(f"one JSON document of more than {format_size(_LARGEST_DOCUMENT)}", where=name, hint=hint)
+    return b"".join(pieces)
+
+
 def read_txt(path: Path, *, name: str) -> Iterator[Record]:
     """Every line is a text, as in `datasets`; blank lines are no records."""
     row = 0
     with open_bytes(path) as file:
-        for line, data in enumerate(file, start=1):
+        for line, data in enumerate(bounded_lines(file, name=name), start=1):
             body = (data.removeprefix(_BOM) if line == 1 else data).rstrip(b"\r\n")
             if not body.strip():
                 continue
@@ -100,11 +127,12 @@ def as_record(value: object, *, name: str, row: int, line: int | None) -> Record
     return Record(name, row, line, value)
 
 
-def _first_line_is_whole(path: Path) -> bool:
+def _first_line_is_whole(path: Path, *, name: str) -> bool:
     """Whether the first line that is not blank is a JSON value of its own, with others behind it."""
     with open_bytes(path) as file:
-        first = next((line for line in file if line.removeprefix(_BOM).strip(b" \t\r\n")), b"")
-        if not any(line.strip(b" \t\r\n") for line in file):
+        lines = bounded_lines(file, name=name)
+        first = next((line for line in lines if line.removeprefix(_BOM).strip(b" \t\r\n")), b"")
+        if not any(line.strip(b" \t\r\n") for line in lines):
             return False
     try:
         json.loads(first.removeprefix(_BOM).decode("utf-8"))

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megatrain.data.records import BadRow
+from megatrain.data.records import BadRow, json_of
 
 Message = dict[str, Any]
 """{"role": system|user|assistant|tool, "content": str, ...}; further keys (tool_calls, ...) are the template's."""
@@ -52,10 +52,9 @@ def as_messages(
 ) -> tuple[Message, ...]:
     """The list in a row's column. `role` and `content` are the keys to look for; None: the usual ones."""
     if isinstance(value, str):  # csv, and exports that keep lists as JSON
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise BadRow(f"{column!r} is a text, not a list of messages") from error
+        if not value.lstrip().startswith("["):
+            raise BadRow(f"{column!r} is a text, not a list of messages")
+        value = json_of(value, what=repr(column))
     if value is None:
         raise BadRow(f"{column!r} is null")
     if not isinstance(value, list):
@@ -103,12 +102,10 @@ def _content(value: object, *, number: int, role: str, called: bool) -> str:
 def _function_call(text: str, *, structured: bool) -> Message:
     """A sharegpt function call: as tool_calls where the template prints them, as it is written elsewhere."""
     if structured:
-        try:
-            calls = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise BadRow(f"a function call is not JSON: {error.msg}") from error
-        listed = calls if isinstance(calls, list) else [calls]
-        if all(isinstance(call, dict) and "name" in call for call in listed):
+        calls = json_of(text, what="a function call")
+        listed = [call for call in (calls if isinstance(calls, list) else [calls]) if isinstance(call, dict)]
+        complete = not isinstance(calls, list) or len(listed) == len(calls)
+        if listed and complete and all("name" in call for call in listed):
             functions = [{"name": call["name"], "arguments": call.get("arguments", {})} for call in listed]
             return {
                 "role": "assistant",

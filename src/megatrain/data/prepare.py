@@ -25,6 +25,7 @@ _BATCH_ROWS = 256
 _BATCH_CHARACTERS = 1_000_000
 _MOST_DRAWN = 2**28  # rows of an epoch, where weights make more of them than there are
 _ENOUGH = 10  # bad rows after which reading on tells nothing new
+_HOPELESS = 1_000_000  # bad rows without a good one, whatever bad_rows says: a table may claim 2**60 of them
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ class _Intake:
 
     def _refuse(self, record: Record, reason: str) -> None:
         self.account.refused.add(Refusal.of(record, reason=reason))
-        if self._data.bad_rows == "error" and self.account.used and self.account.refused.count >= _ENOUGH:
+        ends = self._data.bad_rows == "error" or not self.account.used
+        if ends and self.account.refused.count >= (_ENOUGH if self.account.used else _HOPELESS):
             raise self.account.refusal()
 
     def _take(self, batch: list[tuple[Record, Draft]]) -> None:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _KEPT = 1000  # addresses kept of each kind; the counts are exact beyond it
+_LONGEST_REASON = 500  # characters; what a row says of itself may be as long as the row
 
 
 class BadRow(Exception):
     """This row cannot be used, and the text says why. Never leaves the data room."""
+
+
+def json_of(text: str | bytes, *, what: str) -> object:
+    """The value of a JSON text. Raises BadRow, also for what Python's reader gives up on."""
+    try:
+        return json.loads(text)
+    except UnicodeDecodeError as error:
+        raise BadRow(f"{what} is not UTF-8 at byte {error.start + 1}") from error
+    except json.JSONDecodeError as error:
+        raise BadRow(f"{what} is not JSON: {error.msg}") from error
+    except RecursionError as error:
+        raise BadRow(f"{what} is nested too deeply") from error
+    except ValueError as error:
+        raise BadRow(f"{what} has a number of too many digits") from error
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,8 @@ class Refusal:
 
     @classmethod
     def of(cls, record: Record, *, reason: str) -> Refusal:
-        return cls(record.file, record.row, record.line, reason)
+        short = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}..."
+        return cls(record.file, record.row, record.line, short)
 
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line is not None else self.file

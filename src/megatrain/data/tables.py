@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.data.lines import open_bytes
+from megatrain.data.lines import bounded_lines, open_bytes
 from megatrain.data.records import Record
 from megatrain.errors import DataError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _BATCH = 1024  # rows turned into Python values at a time
 _LONGEST_FIELD = 2**31 - 1
+_LONGEST_REASON = 300  # characters of what a library says
 
 
 def read_csv(path: Path, *, name: str, delimiter: str) -> Iterator[Record]:
@@ -26,7 +28,7 @@ def read_csv(path: Path, *, name: str, delimiter: str) -> Iterator[Record]:
     """
     csv.field_size_limit(_LONGEST_FIELD)
     with open_bytes(path) as data, io.TextIOWrapper(data, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=True)
+        reader = csv.reader(bounded_lines(file, name=name), delimiter=delimiter, strict=True)
         row = 0
         try:
             header = next(reader, None)
@@ -49,38 +51,34 @@ def _csv_record(fields: list[str], *, header: list[str], name: str, row: int, li
 
 
 def read_parquet(path: Path, *, name: str, wanted: frozenset[str]) -> Iterator[Record]:
-    import pyarrow
     from pyarrow import parquet
 
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            kept = [column for column in names if column in wanted]
-            if not kept:
-                yield from _unknown(names, rows=file.metadata.num_rows, name=name)
-            else:
-                yield from _rows(file.iter_batches(batch_size=_BATCH, columns=kept), name=name, wanted=wanted)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"cannot be read as parquet: {error}", where=name) from error
+    with _reading("parquet", name=name), parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        kept = [column for column in names if column in wanted]
+        if not kept:
+            yield from _unknown(names, rows=file.metadata.num_rows, name=name)
+        else:
+            yield from _rows(file.iter_batches(batch_size=_BATCH, columns=kept), name=name, wanted=wanted)
 
 
 def read_arrow(path: Path, *, name: str, wanted: frozenset[str]) -> Iterator[Record]:
-    """Both forms of Arrow files: the one with a footer, and the stream that `datasets` writes."""
+    """Both forms of Arrow files: the one with a footer, and the stream that `datasets` writes.
+
+    The file is read, not mapped: an offset beyond the end of a mapping kills the process.
+    """
     import pyarrow
     from pyarrow import ipc
 
-    try:
-        with pyarrow.memory_map(str(path)) as file:
-            framed = file.read(6) == b"ARROW1"
-            file.seek(0)
-            if framed:
-                reader = ipc.open_file(file)
-                batches = map(reader.get_batch, range(reader.num_record_batches))
-                yield from _rows(batches, name=name, wanted=wanted)
-            else:
-                yield from _rows(iter(ipc.open_stream(file)), name=name, wanted=wanted)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"cannot be read as arrow: {error}", where=name) from error
+    with _reading("arrow", name=name), pyarrow.OSFile(str(path)) as file:
+        framed = file.read(6) == b"ARROW1"
+        file.seek(0)
+        if framed:
+            reader = ipc.open_file(file)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+            yield from _rows(batches, name=name, wanted=wanted)
+        else:
+            yield from _rows(iter(ipc.open_stream(file)), name=name, wanted=wanted)
 
 
 def read_hub(path: str, *, subset: str | None, split: str, wanted: frozenset[str]) -> Iterator[Record]:
@@ -101,14 +99,20 @@ def read_hub(path: str, *, subset: str | None, split: str, wanted: frozenset[str
 
 
 def _rows(batches: Iterator[RecordBatch], *, name: str, wanted: frozenset[str]) -> Iterator[Record]:
-    """Only wanted columns become Python values: what nobody reads can neither cost nor fail."""
+    """Only wanted columns become Python values: what nobody reads can neither cost nor fail.
+
+    Offsets within a damaged batch may point anywhere in memory, so it is validated before it is looked at.
+    """
     row = 0
     for batch in batches:
         kept = [column for column in batch.schema.names if column in wanted]
         if not kept:
             yield from _unknown(batch.schema.names, rows=batch.num_rows, name=name)
-        for start in range(0, batch.num_rows if kept else 0, _BATCH):
-            for columns in batch.select(kept).slice(start, _BATCH).to_pylist():
+            continue
+        chosen = batch.select(kept)
+        chosen.validate(full=True)
+        for start in range(0, batch.num_rows, _BATCH):
+            for columns in chosen.slice(start, _BATCH).to_pylist():
                 row += 1
                 yield Record(name, row, None, columns)
 
@@ -117,6 +121,15 @@ def _unknown(names: list[str], *, rows: int, name: str) -> Iterator[Record]:
     """Rows of a table without one wanted column: their names alone, for the message."""
     columns = dict.fromkeys(names)
     return (Record(name, row, None, columns) for row in range(1, rows + 1))
+
+
+@contextmanager
+def _reading(kind: str, *, name: str) -> Iterator[None]:
+    """pyarrow on a damaged file raises errors of many families, Python's own among them."""
+    try:
+        yield
+    except Exception as error:
+        raise DataError(f"cannot be read as {kind}: {_first_line(error)[:_LONGEST_REASON]}", where=name) from error
 
 
 def _first_line(error: Exception) -> str:

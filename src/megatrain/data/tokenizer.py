@@ -9,10 +9,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatrain.errors import DataError
 from megatrain.recipe import resolve_asset
+from megatrain.units import format_size
 
 if TYPE_CHECKING:
     from megatrain.recipe import Recipe
 
+_LARGEST = 1 << 30  # bytes of a tokenizer.json; the largest known ones have a twentieth of it
 _INLINE = ("{{", "{%", "\n")  # what tells a template from the name of a file
 
 
@@ -25,6 +27,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if local.is_dir() and not any(local.glob("*token*")) and not any(local.glob("vocab.*")):
         hint = "copy the model's tokenizer.json and tokenizer_config.json into it, or set tokenizer.path"
         raise DataError("the folder holds no tokenizer", where=f"{key} ({path})", hint=hint)
+    _check_size(local / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(local) if local.is_dir() else name,
@@ -32,7 +35,9 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             trust_remote_code=recipe.model.trust_remote_code,
             local_files_only=local.is_dir(),
         )
-    except Exception as error:  # a damaged file meets any of its assumptions, and tokenizers raises bare Exceptions
+    except BaseException as error:  # a damaged file meets any of its assumptions, and those of Rust code panic
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(
             f"no tokenizer can be had from {path}: {reason}",
@@ -53,10 +58,23 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust gave up. Its exception is no Exception, and has no name to import."""
+    return type(error).__module__ == "pyo3_runtime" and type(error).__name__ == "PanicException"
+
+
+def _check_size(file: Path) -> None:
+    size = file.stat().st_size if file.is_file() else 0
+    if size > _LARGEST:
+        raise DataError(f"a tokenizer of {format_size(size)} is no tokenizer", where=str(file))
+
+
 def _template_text(template: str) -> str:
     if any(mark in template for mark in _INLINE):
         return template
     try:
+        if Path(template).exists() and not Path(template).is_file():
+            raise DataError(f"{template!r} is not a file", where="tokenizer.chat_template")
         return Path(template).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os.path
 from pathlib import Path
 
 from megatrain.errors import RecipeError
@@ -46,13 +47,13 @@ def resolve_asset(path: str) -> Path:
 
 def find_recipe(path_or_name: str) -> Path:
     """A file, or a shipped recipe by name. Raises RecipeError."""
-    path = Path(path_or_name).expanduser()
-    if path.is_file():
+    path = Path(os.path.expanduser(path_or_name))  # leaves the name of an unknown user as it is
+    if os.path.isfile(path):
         return path
     shipped = shipped_recipes()
     if path_or_name in shipped:
         return shipped[path_or_name]
-    if path.is_dir():
+    if os.path.isdir(path):
         raise RecipeError("is a folder, not a recipe", where=path_or_name)
     close = difflib.get_close_matches(path.stem, list(shipped), n=1)
     hint = f"did you mean the shipped recipe `{close[0]}`?" if close else f"shipped recipes: {', '.join(shipped)}"

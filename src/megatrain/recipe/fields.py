@@ -5,7 +5,7 @@ Each raises PydanticCustomError with the finished message, so that no pydantic w
 
 from __future__ import annotations
 
-import os.path
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from megatrain.recipe.scalars import Expanded, Word, number, shown
+from megatrain.recipe.scalars import Expanded, Word, is_text, number, shown
 from megatrain.units import Duration, exact_size, parse_size
 
+_LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
 _LARGEST = 2**63 - 1  # what a seed, a size or a counter can hold
 
 
@@ -63,6 +64,8 @@ def to_text(value: object) -> str:
         raise mistake(f"must be text, not {shown(value)}")
     if not value.strip():
         raise mistake("must not be empty")
+    if not is_text(value):
+        raise mistake(f"must be text, and {shown(value)} is no UTF-8")
     return str(value)
 
 
@@ -70,7 +73,12 @@ def to_path(value: object) -> str:
     text = to_text(value)
     if "\0" in text:
         raise mistake("must be a path, which holds no null character")
-    return os.path.expanduser(text)
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise mistake(f"there is no home folder of such a user: {shown(text)}; ./~ is a name that begins with ~")
+    if len(os.fsencode(path)) > _LONGEST_PATH or any(len(os.fsencode(p)) > _LONGEST_NAME for p in path.split("/")):
+        raise mistake(f"must be a path, and {shown(text)} is too long for one")
+    return path
 
 
 def to_template(value: object) -> str:

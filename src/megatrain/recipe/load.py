@@ -17,8 +17,11 @@ from megatrain.recipe.suggest import sections
 from megatrain.recipe.tree import Mark, Node, Path, parse_key
 from megatrain.recipe.validate import validate
 from megatrain.recipe.yaml_text import parse
+from megatrain.units import format_size
 
 _SOURCES: tuple[Path, ...] = (("data", "train"), ("data", "eval"))
+_MAX_BYTES = 4 << 20  # of a file; `parse` counts its characters
+_MAX_BASES = 20
 
 
 def load_recipe(path_or_name: str, *, overrides: Sequence[str] = (), output_dir: str | None = None) -> Recipe:
@@ -54,6 +57,8 @@ def _located(value: Any, *, mark: Mark) -> Node:
 def _read(file: File, *, environment: Mapping[str, str], ancestors: tuple[File, ...]) -> tuple[Node, list[Problem]]:
     """The tree of `file` over those of its bases."""
     try:
+        if file.stat().st_size > _MAX_BYTES:
+            raise RecipeError(f"a file of {format_size(file.stat().st_size)} is no recipe", where=str(file))
         text = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise RecipeError("is not UTF-8 text", where=str(file)) from error
@@ -86,8 +91,8 @@ def _read(file: File, *, environment: Mapping[str, str], ancestors: tuple[File, 
 def _read_base(
     file: File, *, base: Node, environment: Mapping[str, str], ancestors: tuple[File, ...]
 ) -> tuple[Node, list[Problem]]:
-    path = file.parent / File(base.value).expanduser()
-    if not path.is_file():
+    path = file.parent / os.path.expanduser(base.value)
+    if not os.path.isfile(path):
         try:
             path = find_recipe(base.value)
         except RecipeError as error:
@@ -98,6 +103,8 @@ def _read_base(
     if path.resolve() in chain:
         names = " -> ".join(link.name for link in (*chain, path.resolve()))
         raise RecipeError(f"base: recipes inherit from each other in a circle: {names}", where=str(base.mark))
+    if len(chain) > _MAX_BASES:
+        raise RecipeError(f"base: a chain of more than {_MAX_BASES} recipes", where=str(base.mark))
     return _read(path, environment=environment, ancestors=chain)
 
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from megatrain.errors import MegatrainError, NotAvailable, RecipeError
 from megatrain.recipe.tree import Mark
 
+_TOLD = 50  # mistakes; who has more mends these first
+_LONGEST_KEY = 120
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -21,7 +24,8 @@ class Problem:
 
     @property
     def message(self) -> str:
-        return f"{self.key}: {self.text}" if self.key else self.text
+        key = self.key if len(self.key) <= _LONGEST_KEY else f"{self.key[:_LONGEST_KEY]}..."
+        return f"{key}: {self.text}" if key else self.text
 
 
 def error_of(problems: Sequence[Problem], *, source: str) -> MegatrainError:
@@ -32,8 +36,10 @@ def error_of(problems: Sequence[Problem], *, source: str) -> MegatrainError:
         problem = ordered[0]
         return kind(problem.message, hint=problem.hint, where=str(problem.mark))
     lines = [f"{len(ordered)} problems"]
-    for problem in ordered:
+    for problem in ordered[:_TOLD]:
         lines.append(f"  {problem.mark}: {problem.message}")
         if problem.hint:
             lines.append(f"    {problem.hint}")
+    if len(ordered) > _TOLD:
+        lines.append(f"  and {len(ordered) - _TOLD} more")
     return kind("\n".join(lines), where=source)

@@ -17,6 +17,16 @@ _SPECIAL = {".inf": "inf", "+.inf": "inf", "-.inf": "-inf", ".nan": "nan"}
 _VARIABLE = re.compile(r"\$\$\{|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\}|\$\{[^}]*\}?")
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+# Names that end so are those of credentials. No key takes one, and a recipe is written into the run's folder,
+# its checkpoints and its trackers.
+_CREDENTIAL = re.compile(
+    r"(.*_)?(SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|(ACCESS|SECRET|PRIVATE)_KEY(_ID)?"
+    r"|(HF|HUB|HUGGINGFACE|GITHUB|GH|ACCESS|AUTH|API|BEARER|SESSION)_TOKEN)",
+    re.IGNORECASE,
+)
+
+
 class Word(str):
     """``yes``, ``no``, ``on`` or ``off``, unquoted: a boolean in YAML 1.1, text in YAML 1.2. The key's type decides."""
 
@@ -68,7 +78,7 @@ def expand(text: str, *, environment: Mapping[str, str]) -> str:
     """`text` with its variables filled in, once: what a variable holds is not expanded again.
 
     As in a shell, ``:-default`` serves when the variable is unset or empty. Raises ValueError for a variable that is
-    not set, naming that variable and no other.
+    not set, naming that variable and no other, and for one that holds a credential by its name.
     """
 
     def replacement(match: re.Match[str]) -> str:
@@ -77,7 +87,12 @@ def expand(text: str, *, environment: Mapping[str, str]) -> str:
         name, default = match[1], match[2]
         if name is None:
             raise ValueError(
-                f"`{match[0]}` is not a variable: write ${{NAME}} or ${{NAME:-default}} ($${{ for the text)"
+                f"{shown(match[0])} is not a variable: write ${{NAME}} or ${{NAME:-default}} ($${{ for the text)"
+            )
+        if _CREDENTIAL.fullmatch(name):
+            raise ValueError(
+                f"`{match[0]}` names a credential, and a recipe is written into the run's folder and its checkpoints; "
+                "HF_TOKEN and WANDB_API_KEY are read from the environment where they are needed"
             )
         value = environment.get(name)
         if default is not None:
@@ -89,10 +104,19 @@ def expand(text: str, *, environment: Mapping[str, str]) -> str:
     return _VARIABLE.sub(replacement, text)
 
 
+def is_text(text: str) -> bool:
+    """Whether it is text throughout: YAML's ``"\\ud800"``, and bytes of a command line that are no UTF-8, are not."""
+    return text.isascii() or not _SURROGATE.search(text)
+
+
 def scalar(text: str, *, quoted: bool, environment: Mapping[str, str]) -> object:
     """The value of a scalar as it stands in the file. Raises ValueError (see `expand`)."""
+    if not is_text(text):
+        raise ValueError("holds half a surrogate pair, which is no character")
     if "${" in text:
         filled = expand(text, environment=environment)
+        if not is_text(filled):
+            raise ValueError(f"`{text}` is no UTF-8 text")
         if not quoted and resolve(filled) is None:
             return None
         return Expanded.of(filled, written=text)
@@ -111,5 +135,5 @@ def shown(value: object) -> str:
         return "a mapping"
     if isinstance(value, (list, tuple)):
         return "a list"
-    text = " ".join(str(value).split())
+    text = " ".join(str(value).split()).encode("utf-8", "backslashreplace").decode()
     return f"`{text[:57]}...`" if len(text) > 60 else f"`{text}`"

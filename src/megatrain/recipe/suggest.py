@@ -76,6 +76,9 @@ _NOT_NEEDED = {
 }
 
 
+_LONGEST = 60  # comparing words takes the square of their length
+
+
 def sections() -> dict[str, type[BaseModel]]:
     """The recipe's sections by name."""
     return {name: field.annotation for name, field in Recipe.model_fields.items() if _is_section(field.annotation)}  # type: ignore[misc]
@@ -106,7 +109,7 @@ def nearest(word: str, *, among: Iterable[str], cutoff: float = 0.7) -> str | No
 
 def hint_for_key(path: Path) -> str | None:
     """A hint for the unknown key at `path`."""
-    key = normal(str(path[-1]))
+    key = normal(str(path[-1])[:_LONGEST])
     if key in _NOT_NEEDED and not _is_known(key):
         return _NOT_NEEDED[key]
     meant = _meant(key, path=path)
@@ -143,5 +146,5 @@ def _meant(key: str, *, path: Path) -> str | None:
 
 
 def hint_for_choice(value: object, *, choices: Iterable[str]) -> str | None:
-    close = nearest(str(value).lower(), among=choices, cutoff=0.6)
+    close = nearest(str(value)[:_LONGEST].lower(), among=choices, cutoff=0.6)
     return f"did you mean `{close}`?" if close else None

@@ -17,6 +17,7 @@ from megatrain.recipe.tree import Node, Path, dotted, parse_key
 
 _REQUIRED: tuple[Path, ...] = (("model", "path"), ("data", "train"), ("output", "dir"))
 _SOURCES: tuple[Path, ...] = (("data", "train"), ("data", "eval"))
+_FEW = 200  # mistakes; beyond them nobody is helped by what was meant by each, and by what else may be wrong
 _RANGES = {
     "greater_than": ("gt", "must be more than"),
     "greater_than_equal": ("ge", "must be at least"),
@@ -42,11 +43,12 @@ def validate(root: Node, *, problems: Sequence[Problem], source: str) -> Recipe:
         faulty = unread
     except ValidationError as error:
         paths = [_own_path(root, path=detail["loc"]) for detail in error.errors(include_url=False)]
+        few = len(paths) <= _FEW
         for path, detail in zip(paths, error.errors(include_url=False), strict=True):
             if dotted(path) not in unread:
-                found.append(_problem(root, path=path, detail=detail))
+                found.append(_problem(root, path=path, detail=detail, hints=few))
         faulty = {dotted(path) for path in paths} | unread
-        rest = _without_faults(root, paths=paths)
+        rest = _without_faults(root, paths=paths) if few else None
         if rest is None:
             raise error_of(found, source=source) from error
         recipe = rest
@@ -87,14 +89,14 @@ def _without_faults(root: Node, *, paths: Sequence[Path]) -> Recipe | None:
         return None
 
 
-def _problem(root: Node, *, path: Path, detail: Any) -> Problem:
+def _problem(root: Node, *, path: Path, detail: Any, hints: bool) -> Problem:
     mark, key, kind = tree.mark_at(root, path=path), dotted(path), detail["type"]
     context = detail.get("ctx", {})
     written = tree.find(root, path=path)
     value = detail["input"] if written is None else tree.plain(written)
     if kind == "extra_forbidden":
         what = "section" if len(path) == 1 and isinstance(detail["input"], dict) else "key"
-        return Problem(mark, key, f"there is no such {what}", hint_for_key(path))
+        return Problem(mark, key, f"there is no such {what}", hint_for_key(path) if hints else None)
     if kind == "missing":
         return Problem(mark, key, "must be given", _REQUIRED_HINTS.get(key))
     if kind == "literal_error":

@@ -9,11 +9,12 @@ import yaml
 
 from megatrain.errors import RecipeError
 from megatrain.recipe.problems import Problem
-from megatrain.recipe.scalars import scalar
+from megatrain.recipe.scalars import is_text, scalar, shown
 from megatrain.recipe.tree import Mark, Node, dotted
 
 _MAX_NODES = 20_000  # aliases multiply: nine lines of them can stand for a billion nodes
 _MAX_DEPTH = 50
+_MAX_CHARACTERS = 1 << 20
 _CORE_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "seq", "map")}
 
 
@@ -21,10 +22,15 @@ def parse(text: str, *, source: str, environment: Mapping[str, str], lines: bool
     """The tree of one document and the mistakes found on the way.
 
     `lines=False` for a value from the command line, where a line number says nothing.
-    Raises RecipeError where the text is not YAML at all.
+    Raises RecipeError where the text is not YAML at all, or no person wrote it.
     """
+    if len(text) > _MAX_CHARACTERS:
+        raise RecipeError(f"{len(text):,} characters are too many for a recipe", where=source)
     try:
-        document = yaml.compose(text, Loader=yaml.BaseLoader)
+        document = yaml.compose(text, Loader=_Loader)
+    except _TooLarge as error:
+        where = f"{source}:{error.line}" if lines else source
+        raise RecipeError("too large or nested too deeply for a recipe", where=where) from None
     except yaml.MarkedYAMLError as error:
         raise _unreadable(error, text=text, source=source, lines=lines) from error
     except yaml.reader.ReaderError as error:
@@ -53,6 +59,28 @@ def _unreadable(error: yaml.MarkedYAMLError, *, text: str, source: str, lines: b
     return RecipeError(f"not valid YAML: {what}", where=where, hint=hint)
 
 
+class _TooLarge(Exception):
+    def __init__(self, line: int) -> None:
+        super().__init__(line)
+        self.line = line
+
+
+class _Loader(yaml.BaseLoader):
+    """Stops at a number of nodes that no recipe has: composing a million of them takes minutes."""
+
+    nodes = 0
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.nodes += 1
+        self.depth += 1
+        if self.nodes > 2 * _MAX_NODES or self.depth > 4 * _MAX_DEPTH:  # keys count here, and are not limited below
+            raise _TooLarge(self.line + 1)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 @dataclass
 class _Builder:
     source: str
@@ -72,7 +100,7 @@ class _Builder:
         if self.nodes > _MAX_NODES or len(path) > _MAX_DEPTH:
             raise RecipeError("too large or nested too deeply for a recipe", where=str(self.mark(node)))
         if node.tag not in _CORE_TAGS:
-            self.note(node, path=path, text=f"tags are not supported: `{node.tag}`")
+            self.note(node, path=path, text=f"tags are not supported: {shown(node.tag)}")
             return Node(None, self.mark(node))
         if isinstance(node, yaml.MappingNode):
             return Node(self.mapping(node, path=path), self.mark(node))
@@ -95,6 +123,9 @@ class _Builder:
                 self.note(key_node, path=path, text="a key must be a name, not a list or a mapping")
                 continue
             key = key_node.value
+            if not is_text(key):
+                self.note(key_node, path=path, text="a key holds half a surrogate pair, which is no character")
+                continue
             if key == "<<" and key_node.style is None:
                 inherited.update(self.merged(value_node, path=path))
                 continue
