@@ -22,7 +22,10 @@ BORDER = 1024
 WORTHWHILE = 4 * BORDER
 """Elements below which a unit is not shared."""
 FIRST_SHARE = 0.25
+SMALLEST_SHARE = 0.02
 LARGEST_SHARE = 0.9
+STEP = 0.2
+"""How far the share moves when one of the two has nothing to do at all."""
 
 
 class Partner(Protocol):
@@ -57,16 +60,15 @@ class Together:
         mine_s = time.perf_counter() - began_s
         their_s = self._partner.finish()
         if mine and mine_s > 0 and their_s > 0:
-            done = sum(job.weights.numel() for job in theirs)
-            self._follow(their_rate=done / their_s, my_rate=(total - done) / mine_s)
+            self._follow(mine_s, their_s=their_s)
 
     def close(self) -> None:
         self._kernel.close()
 
-    def _follow(self, *, their_rate: float, my_rate: float) -> None:
-        """Half of the way to the share with which both would have been done at once."""
-        ideal = their_rate / (their_rate + my_rate)
-        self.share = min((self.share + ideal) / 2, LARGEST_SHARE)
+    def _follow(self, mine_s: float, *, their_s: float) -> None:
+        """Towards the share with which both are done at once. By times, not by rates: pieces also wait for weights."""
+        late = (mine_s - their_s) / (mine_s + their_s)
+        self.share = min(max(self.share + STEP * late, SMALLEST_SHARE), LARGEST_SHARE)
 
     def _visit(self, job: Job) -> Visit:
         written = (job.weights, job.exp_avg, job.exp_avg_sq, *(() if job.low is None else (job.low,)))
