@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos import chaos, start, write_recipe
+from chaos import Chaos, start, write_recipe
 from whole import curve, state, weights, write_rows
 
 from megatrain.cli.main import main
@@ -191,7 +191,6 @@ def test_the_second_signal_stops_it_within_two_seconds(tmp_path: Path, recipe: P
 @pytest.mark.slow
 def test_random_kills(tmp_path: Path) -> None:
     """A sample of what tests/train/chaos.py does at length."""
-    tally = chaos(8, seed=3, folder=tmp_path, span_s=4.0)
-    assert not tally.differing
-    assert not tally.wrong_codes
+    tally = Chaos(tmp_path, seed=3, span_s=6.0, forks=0).run(8)
+    assert not tally.problems
     assert sum(tally.kills.values()) >= 8

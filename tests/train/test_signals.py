@@ -17,8 +17,8 @@ import ctypes, sys, time
 from megatrain.train import signals
 from megatrain.train.signals import Interrupted, SignalGuard
 
-signals.RAISE_GRACE_S = 1.0
 mode = sys.argv[1]
+signals.RAISE_GRACE_S = 5.0 if mode == "destructor" else 1.0
 assert "torch" not in sys.modules, "the guard must stand before torch is imported"
 
 
@@ -46,6 +46,13 @@ with SignalGuard() as guard:
                 time.sleep(60)
             except BaseException:
                 time.sleep(60)
+        elif mode == "destructor":
+            class Slow:
+                def __del__(self):
+                    print("ready", flush=True)
+                    time.sleep(0.5)
+            Slow()
+            time.sleep(20)
         elif mode == "deaf":
             with guard.stop.held():
                 print("ready", flush=True)
@@ -114,6 +121,13 @@ def test_an_interrupt_that_a_library_swallows_ends_the_process_all_the_same() ->
     _, err = process.communicate(timeout=10)
     assert process.returncode == 143
     assert "interrupted" in err
+
+
+def test_an_interrupt_that_a_destructor_swallows_is_raised_again_and_not_printed() -> None:
+    process = start("destructor")
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (143, "unwound SIGTERM\n", "")
 
 
 def test_nohup_is_respected() -> None:

@@ -28,6 +28,7 @@ STEP_GRACE_S = 10.0
 RAISE_GRACE_S = 7.0
 """Where nothing is to be saved, an interrupt has so long to raise, and so long again to get to its handler: a
 library may swallow it. After that the process is ended."""
+_AGAIN = signal.SIGURG  # from our watcher to the main thread; by default nobody hears it
 
 
 class Interrupted(BaseException):
@@ -52,6 +53,7 @@ class StopFlag:
         self._held = 0
         self._handled = False
         self._failure: Exception | None = None
+        self.swallowed = False  # it was raised where Python drops exceptions: in a destructor or a callback
 
     @property
     def requested(self) -> bool:
@@ -126,6 +128,8 @@ class SignalGuard:
     def __init__(self) -> None:
         self.stop = StopFlag()
         self._previous: dict[int, Any] = {}
+        self._previous_again: Any = None
+        self._previous_hook = sys.unraisablehook
         self._read_fd = self._write_fd = -1
         self._previous_wakeup = -1
         self._watcher: threading.Thread | None = None
@@ -137,6 +141,8 @@ class SignalGuard:
             if signum == signal.SIGHUP and signal.getsignal(signum) is signal.SIG_IGN:
                 continue  # nohup: the terminal may go away
             self._previous[signum] = signal.signal(signum, self._handle)
+        self._previous_again = signal.signal(_AGAIN, self._raise_again)
+        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._note_swallowed
         self._watcher = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._watcher.start()
         return self
@@ -146,10 +152,12 @@ class SignalGuard:
     ) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
+        sys.unraisablehook = self._previous_hook
         signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._write_fd)  # the watcher reads the end of the pipe
         assert self._watcher is not None
         self._watcher.join()
+        signal.signal(_AGAIN, self._previous_again)
         os.close(self._read_fd)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -157,13 +165,27 @@ class SignalGuard:
         if self.stop.raises:
             self.stop.check()
 
+    def _raise_again(self, signum: int, frame: FrameType | None) -> None:
+        if self.stop.raises:
+            self.stop.check()
+
+    def _note_swallowed(self, dropped: sys.UnraisableHookArgs) -> None:
+        """The interrupt came in a destructor, which it cannot end: it is raised once more."""
+        if isinstance(dropped.exc_value, Interrupted):
+            self.stop.swallowed = True
+        else:
+            self._previous_hook(dropped)
+
     def _watch(self) -> None:
         """Count the signals as the kernel delivers them, whatever the main thread is doing."""
         seen = 0
         while True:
             ready, _, _ = select.select([self._read_fd], [], [], 1.0 if seen else None)
             if not ready:
-                if self.stop.stuck:
+                if self.stop.swallowed:
+                    self.stop.swallowed = False
+                    signal.pthread_kill(threading.main_thread().ident or 0, _AGAIN)
+                elif self.stop.stuck:
                     _end_now(self.stop.signum or signal.SIGINT, "interrupted")
                 continue
             delivered = os.read(self._read_fd, 64)
