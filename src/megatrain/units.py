@@ -62,6 +62,14 @@ def parse_size(size: str | int) -> int:
     return round(float(number) * _SIZE_UNITS[unit])
 
 
+def parse_rate(rate: str) -> int:
+    """Bytes per second of ``"25GB/s"`` or ``"25 GB"``. Raises ValueError with a message for the person who wrote it."""
+    found = parse_size(rate.strip().removesuffix("/s").rstrip())
+    if found == 0:
+        raise ValueError("a rate of 0 moves nothing")
+    return found
+
+
 def _quoted(value: object) -> str:
     text = str(value)
     return f"`{text[:37]}...`" if len(text) > 40 else f"`{text}`"

@@ -35,3 +35,15 @@ class ModelSizes:
     params_active: int
     saved_bytes_per_token: int
     config_hash: str
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What planning needs of a model beside its sizes. Plain values, so that they can be kept on disk."""
+
+    sizes: ModelSizes
+    model_type: str
+    stem_shared: bool  # the tail or the layers read tensors of the stem (a tied head)
+    dense_masks: bool  # the attention in use takes a mask of S^2 a row
+    attention: str  # as Hugging Face calls it
+    max_positions: int | None  # the longest sequence it knows

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatrain.plan.accounting import MemoryPlan
-from megatrain.plan.cutting import smallest
-from megatrain.plan.job import Job
+from megatrain.plan.cutting import attempt, smallest
+from megatrain.plan.hardware import Limit
+from megatrain.plan.job import HOST_RESERVE, Job
 from megatrain.plan.words import GIB, gib
 
 SHORTER = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 1 / 8, 1 / 16)
@@ -52,7 +53,11 @@ def _change(text: str, job: Job, *, short: MemoryPlan) -> Iterator[Advice]:
     least = smallest(job)
     saves = _needed(short, short=short) - _needed(least, short=short)
     if saves > 0:
-        yield Advice(text, saves, least.fits)
+        yield Advice(text, saves, _fits(job))
+
+
+def _fits(job: Job) -> bool:
+    return attempt(replace(job, can_reside=False)).fits
 
 
 def _needed(plan: MemoryPlan, *, short: MemoryPlan) -> int:
@@ -92,25 +97,43 @@ def _shorter_rows(job: Job, *, short: MemoryPlan) -> Iterator[Advice]:
 
 def _larger(job: Job, *, short: MemoryPlan) -> Iterator[Advice]:
     """Limits that would do: of the recipe, the container, the machine."""
-    device_limit, host_limit = short.device_limit, short.host_limit
-    host_fits = short.host_total <= host_limit.bytes
-    if device_limit is not None and not short.device_fits:
-        wanted = _rounded(short.device_total)
-        card = job.limits.device
-        if device_limit.source == "memory.vram" and (card is None or wanted <= card.free_bytes):
-            yield Advice(f"raise memory.vram to {_size(wanted)}", 0, host_fits)
-        elif card is not None and wanted <= card.total_bytes:
-            yield Advice(f"free the device of other programs, or raise memory.vram to {_size(wanted)}", 0, host_fits)
-        else:
-            yield Advice(f"a device with {_size(wanted)} to spare", 0, host_fits)
-    if not host_fits:
-        wanted = _rounded(short.host_total)
-        if host_limit.source == "memory.host" and wanted <= job.limits.host.limit.bytes:
-            yield Advice(f"raise memory.host to {_size(wanted)}", 0, short.device_fits)
-        elif "cgroup" in host_limit.source:
-            yield Advice(f"give the container more memory: {_size(wanted)}", 0, short.device_fits)
-        else:
-            yield Advice(f"a machine with {_size(wanted)} of host memory", 0, short.device_fits)
+    if short.device_limit is not None and not short.device_fits:
+        yield _more_device(job, limit=short.device_limit, wanted=_rounded(short.device_total))
+    if short.host_total > short.host_limit.bytes:
+        reserve = HOST_RESERVE - job.reserve if job.reserve else 0  # more is left to the system of a larger machine
+        yield _more_host(job, limit=short.host_limit, wanted=_rounded(short.host_total + reserve))
+        open_ended = replace(job, memory=replace(job.memory, vram="auto"))
+        if job.memory.vram != "auto" and job.limits.device is not None and _fits(open_ended):
+            yield Advice("leave memory.vram at auto, so that activations stay on the device", 0, True)
+
+
+def _more_device(job: Job, *, limit: Limit, wanted: int) -> Advice:
+    card = job.limits.device
+    raised = replace(job, memory=replace(job.memory, vram=wanted))
+    if card is not None and wanted > card.free_bytes:
+        larger = replace(card, total_bytes=max(wanted, card.total_bytes), free_bytes=wanted)
+        raised = replace(raised, limits=replace(job.limits, device=larger))
+    if limit.source == "memory.vram" and (card is None or wanted <= card.free_bytes):
+        text = f"raise memory.vram to {_size(wanted)}"
+    elif card is not None and wanted <= card.total_bytes:
+        text = f"free the device of other programs, or raise memory.vram to {_size(wanted)}"
+    else:
+        text = f"a device with {_size(wanted)} to spare"
+    return Advice(text, 0, _fits(raised))
+
+
+def _more_host(job: Job, *, limit: Limit, wanted: int) -> Advice:
+    host = job.limits.host
+    raised = replace(job, limits=replace(job.limits, host=replace(host, limit=Limit(wanted, limit.source))))
+    if limit.source == "memory.host":
+        raised = replace(raised, memory=replace(job.memory, host=wanted))
+    if limit.source == "memory.host" and wanted <= host.limit.bytes:
+        text = f"raise memory.host to {_size(wanted)}"
+    elif "cgroup" in limit.source:
+        text = f"give the container more memory: {_size(wanted)}"
+    else:
+        text = f"a machine with {_size(wanted)} of host memory"
+    return Advice(text, 0, _fits(raised))
 
 
 def _rounded(size: int) -> int:

@@ -41,6 +41,7 @@ class Settings:
     slots: int | str = "auto"
     activations: str = "auto"
     threads: int | str = "auto"
+    vram_source: str = "memory.vram"  # who states `vram`
 
     @classmethod
     def of(cls, memory: MemorySettings) -> Settings:
@@ -90,7 +91,7 @@ class Job:
     def device_limit(self) -> Limit | None:
         """None on the CPU without a stated ceiling."""
         vram, card = self.memory.vram, self.limits.device
-        stated = None if isinstance(vram, str) else Limit(vram, "memory.vram")
+        stated = None if isinstance(vram, str) else Limit(vram, self.memory.vram_source)
         if card is None:
             return stated
         usable = Limit(int(card.total_bytes * DEVICE_SHARE), f"90 % of {card.name}")

@@ -1,0 +1,73 @@
+"""A plan in plain words: what was chosen, why, and what bounds it."""
+
+from __future__ import annotations
+
+from megatrain.plan.accounting import MemoryPlan
+from megatrain.plan.cutting import USEFUL_TOKENS
+from megatrain.plan.job import Job
+from megatrain.plan.words import gib
+
+
+def explain(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
+    """One sentence a decision."""
+    return (*_cut(plan, job=job), *_activations(plan, job=job), *_residency(plan, job=job), *_bounds(plan))
+
+
+def _cut(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
+    tokens = plan.micro_batch * plan.seq_len
+    rows = "1 row" if plan.micro_batch == 1 else f"{plan.micro_batch} rows"
+    times = "once" if plan.micro_batches == 1 else f"{plan.micro_batches} times"
+    if not isinstance(job.memory.micro_batch, str):
+        why = "as memory.micro_batch says"
+    elif job.resumed is not None:
+        why = "as the run was cut before"
+    elif plan.micro_batch == job.batch_size:
+        why = "the whole step at once"
+    elif plan.micro_batch == 1 and tokens > USEFUL_TOKENS:
+        why = "rows are not divided"
+    elif (plan.micro_batch + 1) * plan.seq_len > USEFUL_TOKENS:
+        why = f"beyond {USEFUL_TOKENS:,} tokens kernels get no faster"
+    else:
+        why = "the largest that fits, in equal parts"
+    return (f"{rows} ({tokens:,} tokens) go through a layer together, {times} a step: {why}",)
+
+
+def _activations(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
+    layers = len(job.sizes.layers)
+    if plan.activations == "device":
+        return (f"the inputs of the {layers} layers wait on the device: {gib(plan.device['activations'])}",)
+    size = gib(plan.host.get("activations", 0))
+    reason = "as memory.activations says" if job.memory.activations == "host" else "the device has no room for them"
+    return (f"the inputs of the {layers} layers wait in host memory ({size}): {reason}",)
+
+
+def _residency(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
+    layers = len(job.sizes.layers)
+    if plan.resident == 0:
+        return (f"all {layers} layers stream through {plan.slots} slots",)
+    size = gib(plan.device["resident units"])
+    if plan.resident == layers + 2:
+        said = [f"every layer, the embedding and the head stay on the device with their optimizer state ({size})"]
+    elif plan.resident == layers + 1:
+        said = [
+            f"every layer and the embedding stay on the device with their optimizer state ({size}); the head streams"
+        ]
+    elif plan.resident == 1:
+        said = [f"the embedding stays on the device with its optimizer state ({size}); all {layers} layers stream"]
+    else:
+        said = [
+            f"the embedding and the first {plan.resident - 1} of {layers} layers stay on the device with their "
+            f"optimizer state ({size}); the others stream through {plan.slots} slots"
+        ]
+    if plan.kept:
+        kept = gib(plan.device["kept graphs"])
+        said.append(f"the last {plan.kept} layers keep what their backward needs ({kept}) and recompute nothing")
+    return tuple(said)
+
+
+def _bounds(plan: MemoryPlan) -> tuple[str, ...]:
+    host = f"host memory: {gib(plan.host_total)} of {gib(plan.host_limit.bytes)} ({plan.host_limit.source})"
+    if plan.device_limit is None:
+        return (host,)
+    device = f"device: {gib(plan.device_total)} of {gib(plan.device_limit.bytes)} ({plan.device_limit.source})"
+    return (device, host)

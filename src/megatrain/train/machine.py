@@ -1,0 +1,135 @@
+"""The machine that a plan is for: this one, or one that is described. No torch: nothing is opened, no context made."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.optim.threads import LEFT_FREE, SMALL, optimizer_threads
+from megatrain.plan.hardware import DeviceMemory, HostMemory, Limit, read_host_memory, read_page_lock
+from megatrain.plan.job import Limits
+from megatrain.plan.process import libraries_bytes
+from megatrain.plan.rates import Rates, assumed_rates
+from megatrain.recipe import Recipe
+from megatrain.train.examination import Examination, find_examination
+from megatrain.train.gpus import GpuFacts, read_gpu
+from megatrain.units import format_size
+
+
+@dataclass(frozen=True)
+class Described:
+    """A machine that is not this one, as far as it is described: bytes, bytes per second, cores."""
+
+    vram: int | None = None
+    host: int | None = None
+    link: int | None = None
+    cores: int | None = None
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether memory is that of another machine."""
+        return self.vram is not None or self.host is not None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What planning asks of it."""
+
+    on_cuda: bool
+    limits: Limits
+    rates: Rates
+    disk_free_bytes: int  # on the volume of output.dir, here
+    elsewhere: bool
+    assumed: tuple[str, ...]  # for people
+
+
+def find_machine(recipe: Recipe, described: Described) -> Machine:
+    """This machine, with what was described in place of what it has."""
+    here = _gpu_here(recipe)
+    on_cuda = recipe.memory.device != "cpu" and (described.vram is not None or here is not None)
+    device = _device(described, here=here) if on_cuda else None
+    host = _host(described)
+    compiled = on_cuda and recipe.memory.compile == "auto"
+    stated = recipe.memory.threads
+    threads = _threads(described, stated=stated if isinstance(stated, int) else None)
+    examined = None if described.cores else find_examination(here.name if on_cuda and here else None)
+    limits = Limits(
+        host=host,
+        device=device,
+        threads=threads,
+        libraries_bytes=libraries_bytes(on_cuda=on_cuda, compiled=compiled, process_bytes=host.process_bytes),
+        page_lock=read_page_lock() if on_cuda and not described.elsewhere else None,
+    )
+    gpu = None if device is None else device.name
+    return Machine(
+        on_cuda=on_cuda,
+        limits=limits,
+        rates=_rates(described, gpu=gpu, threads=threads, examined=examined),
+        disk_free_bytes=disk_free(Path(recipe.output.dir)),
+        elsewhere=described.elsewhere,
+        assumed=_assumed(described, on_cuda=on_cuda, compiled=compiled),
+    )
+
+
+def disk_free(folder: Path) -> int:
+    """Bytes free on the volume where `folder` is or will be."""
+    path = folder.expanduser().absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    return shutil.disk_usage(there).free
+
+
+def _gpu_here(recipe: Recipe) -> GpuFacts | None:
+    wanted = recipe.memory.device
+    if wanted == "cpu":
+        return None
+    _, _, number = wanted.partition(":")
+    return read_gpu(int(number or 0))
+
+
+def _device(described: Described, *, here: GpuFacts | None) -> DeviceMemory:
+    if described.vram is not None:
+        name = here.name if here is not None and here.total_bytes >= described.vram else "--vram"
+        return DeviceMemory(described.vram, described.vram, name)
+    assert here is not None
+    return DeviceMemory(here.total_bytes, here.free_bytes, here.name)
+
+
+def _host(described: Described) -> HostMemory:
+    if described.host is None:
+        return read_host_memory()
+    limit = Limit(described.host, "--host")
+    return HostMemory(limit=limit, available=limit, process_bytes=0, may_grow=False)
+
+
+def _threads(described: Described, *, stated: int | None) -> int:
+    if described.cores is None or stated is not None:
+        return optimizer_threads(stated)
+    return described.cores - LEFT_FREE if described.cores > SMALL else described.cores
+
+
+def _rates(described: Described, *, gpu: str | None, threads: int, examined: Examination | None) -> Rates:
+    assumed = assumed_rates(gpu, cores=threads, link_bytes=described.link)
+    if examined is None:
+        return assumed
+    if described.link is not None:  # what is stated stands
+        return Examination(**{**vars(examined), "link_in_bytes_per_s": None}).improve(assumed)
+    return examined.improve(assumed)
+
+
+def _assumed(described: Described, *, on_cuda: bool, compiled: bool) -> tuple[str, ...]:
+    said = []
+    if described.vram is not None:
+        said.append(
+            f"a GPU on which this process may take {format_size(described.vram)} (--vram, a ceiling as memory.vram is; "
+            "of a whole card, auto takes 90 %)"
+        )
+    elif not on_cuda:
+        said.append(f"the CPU of {platform.node() or 'this machine'} computes: no GPU is used (--vram plans for one)")
+    if on_cuda:
+        layers = "compiled layers" if compiled else "layers as they are"
+        said.append(f"bf16 weights and our variable-length attention where the recipe leaves them open, {layers}")
+    if described.host is not None:
+        said.append(f"{format_size(described.host)} of host memory (--host), some of it left to the system")
+    return tuple(said)

@@ -1,0 +1,251 @@
+"""``megatrain estimate-memory``: from config.json alone, exact sums, exit codes, and no torch where sizes are known."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.cli import estimate_command
+from megatrain.errors import ModelError, UsageError
+from megatrain.model.user_cache import cache_folder
+from megatrain.recipe import load_recipe
+from megatrain.train.build import plan_run, read_config
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+PARTS = ("host", "device", "disk")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "model"
+
+
+def run(model: Path | None, *overrides: str, **options: Any) -> int:
+    given: dict[str, Any] = {"model": None if model is None else str(model), "overrides": overrides, "json": True}
+    given |= {"vram": None, "host": None, "link": None, "cores": None, "largest": False}
+    return estimate_command.run(options.pop("recipe", None), **given | options)
+
+
+def estimated(capsys: pytest.CaptureFixture[str], model: Path, *overrides: str, **options: Any) -> dict[str, Any]:
+    code = run(model, *overrides, **options)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["exit_code"] == code
+    assert isinstance(found, dict)
+    return found
+
+
+def test_everything_that_the_contract_names_is_there(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(capsys, folder)
+    assert {"params", *PARTS, "limits", "fits", "advice", "speed"} <= set(found)
+    outer, layer = 256 * 64, 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    total = 2 * outer + 3 * layer + 64
+    assert found["params"] == {"total": total, "trainable": total, "active": total}
+    for part in PARTS:
+        purposes = {k: v for k, v in found[part].items() if k != "total_bytes"}
+        assert found[part]["total_bytes"] == sum(purposes.values())
+        assert all(type(v) is int for v in purposes.values())
+    assert set(found["limits"]) == {"host_bytes", "host_source", "vram_bytes", "vram_source", "disk_bytes"}
+    assert found["fits"] is True
+    assert found["exit_code"] == 0
+    assert found["speed"]["tokens_per_s"] > 0
+    assert found["speed"]["bound_by"] in ("compute", "optimizer", "link")
+    assert found["disk"]["exported model"] == 4 * total  # the source is fp32
+
+
+def test_it_is_the_plan_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["memory.device=cpu", "train.batch_size=6", "data.max_seq_len=64", "memory.micro_batch=2"]
+    found = estimated(capsys, folder, *settings)
+    recipe = load_recipe("quickstart", overrides=[*settings, f"model.path={folder}", "data.packing=true"])
+    planned = plan_run(recipe, config=read_config(recipe)).plan
+    device = found["device"]
+    assert device.pop("total_bytes") == planned.device_total
+    assert device == planned.device
+    differ = {"this process so far", "libraries and compiler"}  # that process is another one
+    assert {k: v for k, v in found["host"].items() if k in planned.host and k not in differ} == {
+        k: v for k, v in planned.host.items() if k not in differ
+    }
+
+
+def test_a_gpu_that_is_not_here_is_planned_for_in_bf16(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(capsys, folder, vram="24GiB", host="64GiB", link="25GB/s", cores=16)
+    total = found["params"]["total"]
+    assert found["limits"]["vram_bytes"] == 24 << 30
+    assert found["limits"]["vram_source"] == "--vram"
+    assert found["limits"]["host_bytes"] == 64 << 30
+    assert found["limits"]["host_source"] == "--host"
+    assert 0 <= found["host"]["weights as streamed"] - 2 * total < 5 * 4096
+    assert found["device"]["context and workspaces"] > 0
+    assert "attention masks" not in found["device"]
+    assert found["plan"]["threads"] == 14
+    assert found["plan"]["resident"] == 5
+    assert any("25 GB/s" in line for line in found["assumed"])
+    in_fp32 = estimated(capsys, folder, "train.precision=fp32", vram="24GiB", host="64GiB")
+    assert in_fp32["host"]["weights as streamed"] >= 4 * total
+
+
+def test_what_does_not_fit_is_a_result_with_advice_and_exit_code_3(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = estimated(capsys, folder, vram="24GiB", host="2GiB")
+    assert found["fits"] is False
+    assert found["exit_code"] == 3
+    assert "host memory of" in found["advice"][0]
+    assert any("a machine with" in line and "enough" in line for line in found["advice"])
+    tight = estimated(capsys, folder, "train.batch_size=4096", vram="1GiB", host="64GiB")
+    assert tight["exit_code"] == 3
+    assert any("train.batch_size 4096 -> " in line for line in tight["advice"])
+
+
+def test_the_smaller_of_two_ceilings_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(capsys, folder, "memory.vram=8GiB", vram="24GiB", host="64GiB")
+    assert (found["limits"]["vram_bytes"], found["limits"]["vram_source"]) == (8 << 30, "memory.vram")
+
+
+def test_disk_of_every_kept_checkpoint(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    once = estimated(capsys, folder)["disk"]
+    often = estimated(capsys, folder, "train.save_every=10", "output.keep=3", "output.export=false")["disk"]
+    assert "checkpoints kept" not in once
+    assert often["checkpoints kept"] == 3 * once["checkpoint being written"]
+    assert "exported model" not in often
+
+
+def test_the_largest_that_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(capsys, folder, vram="24GiB", host="64GiB", largest=True)["max"]
+    assert found["batch_size"] > found["micro_batch"] > 1
+    assert found["max_seq_len"] > 2048
+    assert found["model_params"] > 1e8
+    assert set(found["how"]) == {"micro_batch", "batch_size", "max_seq_len", "model"}
+
+
+def test_a_table_for_people_has_a_bar_and_no_escape_codes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, vram="24GiB", host="64GiB", json=False, largest=True) == 0
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    for part in ("host memory: ", "device: ", "disk: ", "of 64.0 GiB (--host)", "█", "decided: ", "assumed: "):
+        assert part in text
+    assert "the largest that fits" in text
+
+
+# --- the cache -------------------------------------------------------------------------------------------------
+
+
+def test_known_sizes_need_no_torch(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    before = estimated(capsys, folder)
+    code = (
+        "import sys\nfrom megatrain.cli.main import main\n"
+        "try:\n    main(['estimate-memory', '--model', sys.argv[1], '--json'])\n"
+        "except SystemExit as end:\n"
+        "    print(end.code, 'torch' in sys.modules, 'transformers' in sys.modules, file=sys.stderr)"
+    )
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True, cwd=tmp_path, timeout=120)
+    assert done.stderr.splitlines()[-1] == "0 False False"
+    assert json.loads(done.stdout)["device"] == before["device"]
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[1]", '{"sizes": {}}', '{"sizes": {"layers": [], "stem": {}, "tail": {}}}']
+)
+def test_a_damaged_cache_is_read_anew(folder: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+    before = estimated(capsys, folder)
+    (kept,) = (cache_folder() / "sizes").iterdir()
+    whole = kept.read_text()
+    kept.write_text(damage)
+    assert estimated(capsys, folder)["device"] == before["device"]
+    assert kept.read_text() == whole
+    values = json.loads(whole)
+    values["sizes"]["stem"]["elems"] = "many"
+    kept.write_text(json.dumps(values))
+    assert estimated(capsys, folder)["device"] == before["device"]
+
+
+def test_another_config_override_or_precision_is_another_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = estimated(capsys, folder)
+    wider = estimated(capsys, folder, "model.config={num_hidden_layers: 5}")
+    assert wider["params"]["total"] > first["params"]["total"]
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 128}))
+    assert estimated(capsys, folder)["params"]["total"] > wider["params"]["total"]
+    assert len(list((cache_folder() / "sizes").iterdir())) == 3
+
+
+def test_a_cache_that_cannot_be_written_changes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert estimated(capsys, folder)["fits"] is True
+
+
+# --- wrong calls -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "where"),
+    [
+        ({"vram": "24"}, None),
+        ({"vram": "24Gi"}, "--vram"),
+        ({"host": "much"}, "--host"),
+        ({"link": "25GB/h"}, "--link"),
+        ({"host": "0"}, "--host"),
+    ],
+)
+def test_sizes_and_rates_are_checked(folder: Path, options: dict[str, str], where: str | None) -> None:
+    if where is None:
+        assert run(folder, **options) == 3  # 24 bytes: a size, if a small one
+        return
+    with pytest.raises(UsageError) as caught:
+        run(folder, **options)
+    assert caught.value.where == where
+    assert caught.value.exit_code == 2
+
+
+def test_a_recipe_or_a_model_not_both_nor_none(folder: Path) -> None:
+    with pytest.raises(UsageError, match="RECIPE or --model"):
+        run(folder, recipe="quickstart")
+    with pytest.raises(UsageError, match="RECIPE or --model"):
+        run(None)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_config_that_cannot_be_read_is_named(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        run(folder)
+
+
+def test_a_recipe_whose_data_do_not_exist_is_estimated(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: {folder}}}\ndata: {{train: /nowhere/at-all.jsonl, max_seq_len: 128}}\n"
+        "output: {dir: /nowhere/runs}\n"
+    )
+    assert run(None, recipe=str(recipe)) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["seq_len"] == 128

@@ -1,0 +1,192 @@
+"""What to change when it does not fit: every change is planned again, so the numbers are those of a real plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatrain.errors import DoesNotFit
+from megatrain.plan.advice import Advice, advise
+from megatrain.plan.cutting import attempt, smallest
+from megatrain.plan.disk import disk_bytes, kept_beside
+from megatrain.plan.explain import explain
+from megatrain.plan.hardware import HostMemory, Limit
+from megatrain.plan.job import Job
+from megatrain.plan.largest import find_largest, scaled
+from megatrain.plan.memory import decide
+from megatrain.plan.preflight import disk_shortage, page_lock_warning
+from plan.jobs import GIB, SEVEN_B, TINY, job, limits
+
+
+def advice_for(unfit: Job) -> dict[str, Advice]:
+    short = attempt(unfit)
+    assert not short.fits
+    return {a.change: a for a in advise(unfit, short=short)}
+
+
+def test_bf16_moments_save_four_bytes_a_parameter() -> None:
+    found = advice_for(job(limits=limits(96 * GIB)))["optimizer.state: bf16"]
+    assert found.enough
+    assert 0 <= 4 * SEVEN_B.params_total - found.saves < 4096 * 30
+    assert str(found) == "optimizer.state: bf16 (saves 28.37 GiB)"
+
+
+def test_every_change_that_is_called_enough_makes_it_fit_and_no_other_does() -> None:
+    unfit = job(limits=limits(104 * GIB, vram=24 * GIB), batch=64)
+    found = advice_for(unfit)
+    fewer = next(a for name, a in found.items() if name.startswith("train.batch_size 64 -> "))
+    rows = int(fewer.change.rpartition(" ")[2])
+    assert fewer.enough
+    assert attempt(replace(unfit, batch_size=rows)).fits
+    assert not attempt(replace(unfit, batch_size=2 * rows)).fits
+    shorter = next(a for name, a in found.items() if name.startswith("data.max_seq_len 2048 -> "))
+    length = int(shorter.change.rpartition(" ")[2])
+    assert attempt(replace(unfit, seq_len=length)).fits == shorter.enough
+
+
+def test_savings_are_those_of_the_smallest_plans() -> None:
+    unfit = job(limits=limits(100 * GIB, vram=24 * GIB), batch=64)
+    halves = next(a for name, a in advice_for(unfit).items() if name.startswith("train.batch_size 64 -> "))
+    rows = int(halves.change.rpartition(" ")[2])
+    assert halves.saves > 0
+    assert halves.saves == smallest(unfit).host_total - smallest(replace(unfit, batch_size=rows)).host_total
+
+
+def test_changes_that_are_enough_come_first_and_then_by_what_they_save() -> None:
+    unfit = job(limits=limits(104 * GIB, vram=24 * GIB), batch=64)
+    ranked = advise(unfit, short=attempt(unfit))
+    flags = [a.enough for a in ranked]
+    assert flags == sorted(flags, reverse=True)
+    assert ranked[0].saves == max(a.saves for a in ranked if a.enough)
+
+
+def test_a_device_that_is_too_small_is_told_what_would_do() -> None:
+    unfit = job(vram=6 * GIB)
+    found = advice_for(unfit)
+    larger = next(a for name, a in found.items() if name.startswith("raise memory.vram to "))
+    assert larger.enough
+    stated = float(larger.change.removeprefix("raise memory.vram to ").removesuffix("GiB"))
+    assert attempt(job(vram=int(stated * GIB))).fits
+    assert not attempt(job(vram=int((stated - 1) * GIB))).fits
+
+
+def test_stated_settings_are_freed_first() -> None:
+    found = advice_for(job(vram=24 * GIB, micro_batch=32, activations="device", slots=6))
+    assert {"leave memory.micro_batch at auto", "leave memory.slots at auto"} <= set(found)
+    assert "leave memory.activations at auto" in found
+
+
+def test_when_no_single_change_is_enough_the_message_says_so() -> None:
+    machine = limits(40 * GIB)
+    with pytest.raises(DoesNotFit, match="host memory of") as caught:
+        decide(job(limits=machine))
+    assert caught.value.exit_code == 3
+    assert caught.value.hint is not None
+    assert "a machine with" in caught.value.hint
+    both = job(limits=machine, vram=2 * GIB)
+    with pytest.raises(DoesNotFit) as caught:
+        decide(both)
+    assert caught.value.hint is not None
+    assert "no single change is enough" in caught.value.hint
+
+
+def test_a_container_is_named_in_the_hint() -> None:
+    limit = Limit(64 * GIB, "cgroup v2 memory.max of /job")
+    machine = replace(limits(), host=HostMemory(limit, limit, 0, False))
+    with pytest.raises(DoesNotFit) as caught:
+        decide(job(limits=machine))
+    assert caught.value.hint is not None
+    assert "give the container more memory: " in caught.value.hint
+
+
+# --- words -------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_explains_itself() -> None:
+    def text(**changes: object) -> str:
+        asked = job(**changes)  # type: ignore[arg-type]
+        return "\n".join(explain(attempt(asked), job=asked))
+
+    roomy = text(vram=40 * GIB)
+    assert "8 rows (16,384 tokens) go through a layer together, 4 times a step: beyond 16,384 tokens" in roomy
+    assert "wait on the device" in roomy
+    assert "the embedding and the first" in roomy
+    assert "40.00 GiB (memory.vram)" in roomy
+    tight = text(vram=14 * GIB)
+    assert "the largest that fits" in tight
+    assert "the device has no room for them" in tight
+    assert "all 28 layers stream through 2 slots" in tight
+    assert "as memory.micro_batch says" in text(micro_batch=2)
+    everything = text(limits=limits(256 * GIB, vram=200 * GIB), batch=4)
+    assert "every layer, the embedding and the head stay on the device" in everything
+    assert "recompute nothing" in everything
+
+
+# --- page-locking and disk -----------------------------------------------------------------------------------
+
+
+def test_less_page_locking_than_wanted_is_said_and_refuses_nothing() -> None:
+    limited = job(limits=limits(page_lock=Limit(16 * GIB, "RLIMIT_MEMLOCK under WSL2")))
+    chosen = decide(limited)
+    warning = page_lock_warning(chosen, job=limited)
+    assert warning is not None
+    assert "16.00 GiB can be (RLIMIT_MEMLOCK under WSL2)" in warning
+    assert "pageable" in warning
+    roomy = job(limits=limits(page_lock=Limit(120 * GIB, "WSL2")))
+    assert page_lock_warning(decide(roomy), job=roomy) is None
+    assert page_lock_warning(chosen, job=job()) is None
+
+
+def test_disk_holds_every_kept_checkpoint_the_one_being_written_and_the_export() -> None:
+    table = disk_bytes(SEVEN_B, moment_bytes=4, checkpoints=2, export_param_bytes=2)
+    one = table["checkpoint being written"]
+    assert abs(one - 12 * SEVEN_B.params_total) < 1 << 20
+    assert table["checkpoints kept"] == 2 * one
+    assert table["exported model"] == 2 * SEVEN_B.params_total
+    assert disk_shortage(table, free=sum(table.values())) is None
+    short = disk_shortage(table, free=100 * GIB)
+    assert short is not None
+    assert "100.00 GiB are free" in short
+    assert "checkpoints kept 170." in short
+
+
+@pytest.mark.parametrize(("keep", "saves", "beside"), [(2, 1, 0), (2, 2, 1), (2, 9, 2), (2, None, 2), (1, None, 1)])
+def test_checkpoints_beside_the_one_being_written(keep: int, saves: int | None, beside: int) -> None:
+    assert kept_beside(keep=keep, saves=saves) == beside
+
+
+# --- the largest -----------------------------------------------------------------------------------------------
+
+
+def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
+    base = job(limits=limits(128 * GIB, vram=24 * GIB))
+    found = find_largest(base)
+
+    def fits(**changes: object) -> bool:
+        return attempt(replace(base, can_reside=False, **changes)).fits  # type: ignore[arg-type]
+
+    one_row = replace(base.memory, micro_batch=1)
+    assert fits(batch_size=found.batch_size, memory=one_row)
+    assert not fits(batch_size=found.batch_size + 1, memory=one_row)
+    assert fits(batch_size=1, seq_len=found.max_seq_len)
+    assert not fits(batch_size=1, seq_len=found.max_seq_len + 256)
+    assert fits(batch_size=found.micro_batch, memory=replace(base.memory, micro_batch=found.micro_batch))
+    rows = found.micro_batch + 1
+    assert not fits(batch_size=rows, memory=replace(base.memory, micro_batch=rows))
+    assert found.model_params > 7e9
+    assert set(found.how) == {"micro_batch", "batch_size", "max_seq_len", "model"}
+
+
+def test_where_nothing_fits_the_largest_is_nothing() -> None:
+    found = find_largest(job(limits=limits(4 * GIB, vram=1 * GIB)))
+    assert (found.batch_size, found.micro_batch, found.max_seq_len) == (0, 0, 0)
+
+
+def test_a_scaled_model_grows_with_the_cube_of_its_scale() -> None:
+    assert scaled(SEVEN_B, 1.0).params_total == pytest.approx(SEVEN_B.params_total, rel=1e-6)
+    double = scaled(SEVEN_B, 2.0)
+    assert len(double.layers) == 56
+    assert sum(u.elems for u in double.layers) == pytest.approx(8 * sum(u.elems for u in SEVEN_B.layers), rel=1e-3)
+    assert double.stem.elems == pytest.approx(2 * SEVEN_B.stem.elems, rel=1e-3)
+    assert scaled(TINY, 0.01).layers
