@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from megatrain.host.store import HostStore
+from megatrain.host.store import HostStore, HostUnit
 from megatrain.model.anatomy import Anatomy, Unit
 from megatrain.model.layout import FlatLayout, TensorSpec
 from megatrain.optim.adamw import AdamW
@@ -24,6 +24,8 @@ from megatrain.report.console import Console
 from megatrain.report.events import EvalReport, SaveReport, SkipReport, StepReport
 from megatrain.report.journal import Journal
 from megatrain.report.metrics import MetricsLog, read_metrics
+from megatrain.stream.device import CpuDevice
+from megatrain.stream.resident import ResidentUnits
 from megatrain.stream.step import StepParts
 from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.gate import UnitGate
@@ -124,27 +126,42 @@ class FakeExecutor:
     homecomings: int = 0
     unit_norms: dict[int, float] = field(default_factory=dict)  # what `parts` says of these units
     rows: list[tuple[int, int]] = field(default_factory=list)
+    resident: ResidentUnits | None = None  # units that live "on the device"
+
+    def there(self) -> list[HostUnit]:
+        """Every unit where it lives."""
+        away = self.resident.units if self.resident is not None else {}
+        return [away.get(unit.unit.index, unit) for unit in self.store.units]
 
     def train_step(self, batches: Sequence[Any], *, seed: int) -> FakeOutput:
         self.calls += 1
         self.on_step(self.calls)
         self.rows += [(b.epoch, b.index) for b in batches]
+        if self.resident is not None:
+            self.resident.load()
         total = torch.zeros((), dtype=torch.float64)
-        for unit in self.store.units:
+        for unit in self.there():
             self.worker.wait_updated(unit.unit.index)
             for entry in unit.unit.layout.params:
                 total += unit.streamed(entry).double().square().sum()
         generator = torch.Generator().manual_seed(seed + 1000 * batches[0].epoch + batches[0].index)
-        for unit in self.store.units:
+        for unit in self.there():
             for gradient in unit.unit.layout.param_views(unit.grad).values():
                 gradient.copy_(torch.randn(gradient.shape, generator=generator) * float(total).__abs__() ** 0.5)
         numbers = self.spoil.get(self.calls, FakeNumbers(float(total), float(total) ** 0.5))
-        gradients = tuple(UnitGradient(u.unit.index, lambda: None, None) for u in self.store.units)
+        gradients = tuple(
+            UnitGradient(
+                u.unit.index, lambda: None, None, resident=None if any(u is unit for unit in self.store.units) else u
+            )
+            for u in self.there()
+        )
         norms = dict.fromkeys(range(len(self.store.units)), numbers.grad_norm) | self.unit_norms
         return FakeOutput(gradients, lambda: numbers, lambda: StepParts((numbers.loss,), norms))
 
     def bring_home(self) -> None:
         self.homecomings += 1
+        if self.resident is not None:
+            self.resident.bring_home()
 
     def evaluate(self, batches: Sequence[Any]) -> tuple[float, int]:
         self.on_evaluate()
@@ -235,6 +252,7 @@ def stage(
     store: HostStore | None = None,
     eval_groups: int = 0,
     retry_waits_s: Sequence[float] = (),
+    resident: int = 0,
     **train: Any,
 ) -> Stage:
     """A run in `folder` with the recipe's train section (and `optimizer`, `output`) as given."""
@@ -256,6 +274,8 @@ def stage(
     gate, console, stop = UnitGate(), RecordingConsole(), StopFlag()
     worker = OptimizerWorker(optimizer, store=store, before_unit=gate.before, after_unit=gate.after)
     executor = FakeExecutor(store, worker)
+    if resident:
+        executor.resident = ResidentUnits(store, device=CpuDevice(), count=resident)
     run = cast(
         Run,
         SimpleNamespace(
@@ -267,6 +287,7 @@ def stage(
             loader=FakeLoader(),
             eval_batches=[[None, None]] * eval_groups,
             plan=SimpleNamespace(micro_batch=2),
+            yardstick=None,
             device=SimpleNamespace(memory_peak_bytes=lambda: 0),
         ),
     )

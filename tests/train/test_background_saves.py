@@ -140,6 +140,26 @@ def test_a_disk_slower_than_the_interval_is_waited_for(tmp_path: Path, monkeypat
     assert run.executor.homecomings == 5
 
 
+@pytest.mark.parametrize("resident", [1, 3, UNITS])
+def test_units_that_live_on_the_device_are_saved_as_of_their_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resident: int
+) -> None:
+    """They are updated at once, by the trainer's thread; the store's copy is that of the snapshot until the next."""
+    whole = stage(tmp_path / "whole", **SETTINGS)
+    whole.train()
+    run = stage(tmp_path / "run", resident=resident, **SETTINGS)
+
+    def slow(step: int, unit: int) -> None:
+        if step < 9 and unit == 0:
+            until(lambda: run.executor.calls > step and run.trainer.state.step > step)
+
+    before_write(monkeypatch, slow)
+    run.train()
+    for step in (2, 4, 6, 8, 9):
+        assert files(run, step) == files(whole, step)
+    assert bits(run.store) == bits(whole.store)
+
+
 # -- failing disks ----------------------------------------------------------------------------------------
 
 

@@ -29,15 +29,13 @@ class ResidentUnits:
         if not self._loaded:
             self._loaded = True
             for index, there in self.units.items():
-                for target, source in zip(_state(there), _state(self._store.units[index]), strict=True):
-                    target.copy_(source)
+                _copy(self._store.units[index], to=there)
 
     def bring_home(self) -> None:
         """Make the store's copy that of the device, for whoever reads it next. Waits for the device."""
         if self._loaded:
             for index, there in self.units.items():
-                for target, source in zip(_state(self._store.units[index]), _state(there), strict=True):
-                    target.copy_(source)
+                _copy(there, to=self._store.units[index])
 
     def _place(self, host: HostUnit) -> HostUnit:
         def like(tensor: Tensor) -> Tensor:
@@ -50,8 +48,15 @@ class ResidentUnits:
             exp_avg=like(host.exp_avg),
             exp_avg_sq=like(host.exp_avg_sq),
             grad=like(host.grad),
+            steps=host.steps.clone(),  # counted on the host, but not in the copy that a checkpoint may be reading
         )
 
 
+def _copy(source: HostUnit, *, to: HostUnit) -> None:
+    for target, tensor in zip(_state(to), _state(source), strict=True):
+        target.copy_(tensor)
+    to.version = source.version
+
+
 def _state(host: HostUnit) -> tuple[Tensor, ...]:
-    return host.hi, host.lo, host.exp_avg, host.exp_avg_sq
+    return host.hi, host.lo, host.exp_avg, host.exp_avg_sq, host.steps

@@ -122,7 +122,8 @@ class Trainer:
             fault = locate(output, rows=rows, micro_batch=run.plan.micro_batch, store=run.store)
             return self._nonfinite(numbers, fault=fault, rows=rows, after=after, lr=lr)
         clip = clip_factor(numbers.grad_norm, limit=self._train.max_grad_norm)
-        run.gate.submit(gradient.unit for gradient in output.gradients)
+        # What is resident on the device is updated there, and saved as it was brought home: nobody waits for it.
+        run.gate.submit(gradient.unit for gradient in output.gradients if gradient.resident is None)
         run.worker.submit(after.step, output.gradients, lr=lr, clip=clip)
         self.state = after.counted(tokens=rows.tokens, supervised_tokens=rows.supervised, loss=numbers.loss)
         self._report(numbers, rows=rows, lr=lr, step_s=time.perf_counter() - begin_s)
