@@ -19,49 +19,32 @@ struct Run {  // adamw.h
     float clip, keep, lerp, beta2, square, bias2_sqrt, eps, neg_step;
 };
 
-// Four elements as one access.
-struct alignas(8) Words {
-    u16 of[4];
+// N elements as one access. Loops over them are unrolled, so that they live in registers.
+template <int N>
+struct alignas(2 * N) Words {
+    u16 of[N];
 };
-struct alignas(16) Floats {
-    float of[4];
+template <int N>
+struct alignas(4 * N) Floats {
+    float of[N];
 };
 
-__device__ inline float wide(u16 high) { return __uint_as_float(static_cast<u32>(high) << 16); }
-
-// Words a thread reads or writes at once. `some` of them where the run ends.
-__device__ inline Words load_words(const void* stream, i64 i, int some) {
-    const u16* at = static_cast<const u16*>(stream) + i;
-    if (some == 4) return *reinterpret_cast<const Words*>(at);
-    Words words = {};
-    for (int k = 0; k < some; ++k) words.of[k] = at[k];
-    return words;
+template <class Elements>
+__device__ inline Elements load(const void* stream, i64 i) {
+    return *reinterpret_cast<const Elements*>(reinterpret_cast<const char*>(stream) + i * sizeof(Elements::of[0]));
 }
 
-__device__ inline void store_words(void* stream, i64 i, int some, const Words& words) {
-    u16* at = static_cast<u16*>(stream) + i;
-    if (some == 4) *reinterpret_cast<Words*>(at) = words;
-    else for (int k = 0; k < some; ++k) at[k] = words.of[k];
+template <class Elements>
+__device__ inline void store(void* stream, i64 i, const Elements& elements) {
+    *reinterpret_cast<Elements*>(reinterpret_cast<char*>(stream) + i * sizeof(Elements::of[0])) = elements;
 }
 
-__device__ inline Floats load_floats(const void* stream, i64 i, int some) {
-    const float* at = static_cast<const float*>(stream) + i;
-    if (some == 4) return *reinterpret_cast<const Floats*>(at);
-    Floats floats = {};
-    for (int k = 0; k < some; ++k) floats.of[k] = at[k];
-    return floats;
-}
-
-__device__ inline void store_floats(void* stream, i64 i, int some, const Floats& floats) {
-    float* at = static_cast<float*>(stream) + i;
-    if (some == 4) *reinterpret_cast<Floats*>(at) = floats;
-    else for (int k = 0; k < some; ++k) at[k] = floats.of[k];
-}
-
-__device__ inline Floats load_narrow(const void* stream, i64 i, int some) {
-    const Words words = load_words(stream, i, some);
-    Floats floats;
-    for (int k = 0; k < 4; ++k) floats.of[k] = wide(words.of[k]);
+template <int N>
+__device__ inline Floats<N> load_narrow(const void* stream, i64 i) {
+    const Words<N> words = load<Words<N>>(stream, i);
+    Floats<N> floats;
+#pragma unroll
+    for (int k = 0; k < N; ++k) floats.of[k] = __uint_as_float(static_cast<u32>(words.of[k]) << 16);
     return floats;
 }
 
@@ -93,52 +76,73 @@ __device__ inline void update(const Run& r, float grad, float& weight, float& m,
     weight = __fadd_rn(weight, __fdiv_rn(__fmul_rn(r.neg_step, m), denominator));
 }
 
-// Four elements a thread. Every stream of a run starts at a multiple of 16 bytes (layout.py).
-extern "C" __global__ void megatrain_adamw(const Run r) {
-    const i64 i = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
-    if (i >= r.n) return;
-    const int some = r.n - i < 4 ? static_cast<int>(r.n - i) : 4;
+template <int N>
+__device__ inline Floats<N> load_masters(const Run& r, i64 i) {
+    const Words<N> high = load<Words<N>>(r.weights, i), low = load<Words<N>>(r.low, i);
+    Floats<N> masters;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        const u32 signed_low = static_cast<u32>(static_cast<int>(static_cast<short>(low.of[k])));
+        masters.of[k] = __uint_as_float((static_cast<u32>(high.of[k]) << 16) + signed_low);
+    }
+    return masters;
+}
+
+template <int N>
+__device__ inline void store_masters(const Run& r, i64 i, const Floats<N>& masters) {
+    Words<N> high, low;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        const u32 bits = __float_as_uint(masters.of[k]);
+        high.of[k] = static_cast<u16>((bits + 0x8000u) >> 16);
+        low.of[k] = static_cast<u16>(bits);
+    }
+    store(r.weights, i, high);
+    store(r.low, i, low);
+}
+
+template <int N>
+__device__ inline void store_rounded(const Run& r, i64 i, const Floats<N>& m, const Floats<N>& v) {
+    Words<N> narrow_m, narrow_v;
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+        const u32 random = random_word(r, i + k);
+        narrow_m.of[k] = rounded(m.of[k], random & 0xffffu);
+        narrow_v.of[k] = rounded(v.of[k], random >> 16);
+    }
+    store(r.exp_avg, i, narrow_m);
+    store(r.exp_avg_sq, i, narrow_v);
+}
+
+// Elements i ... i + N - 1.
+template <int N>
+__device__ inline void update_at(const Run& r, i64 i) {
     const bool halves = r.low != nullptr;
-    Floats weight, grad;
+    const Floats<N> grad = halves ? load_narrow<N>(r.grad, i) : load<Floats<N>>(r.grad, i);
+    Floats<N> weight = halves ? load_masters<N>(r, i) : load<Floats<N>>(r.weights, i);
+    Floats<N> m = r.bf16_moments ? load_narrow<N>(r.exp_avg, i) : load<Floats<N>>(r.exp_avg, i);
+    Floats<N> v = r.bf16_moments ? load_narrow<N>(r.exp_avg_sq, i) : load<Floats<N>>(r.exp_avg_sq, i);
+#pragma unroll
+    for (int k = 0; k < N; ++k) update(r, grad.of[k], weight.of[k], m.of[k], v.of[k], i + k >= r.n - r.n % 8);
     if (halves) {
-        const Words high = load_words(r.weights, i, some), low = load_words(r.low, i, some);
-        for (int k = 0; k < 4; ++k) {
-            const u32 signed_low = static_cast<u32>(static_cast<int>(static_cast<short>(low.of[k])));
-            weight.of[k] = __uint_as_float((static_cast<u32>(high.of[k]) << 16) + signed_low);
-        }
-        grad = load_narrow(r.grad, i, some);
+        store_masters<N>(r, i, weight);
     } else {
-        weight = load_floats(r.weights, i, some);
-        grad = load_floats(r.grad, i, some);
-    }
-    Floats m = r.bf16_moments ? load_narrow(r.exp_avg, i, some) : load_floats(r.exp_avg, i, some);
-    Floats v = r.bf16_moments ? load_narrow(r.exp_avg_sq, i, some) : load_floats(r.exp_avg_sq, i, some);
-    for (int k = 0; k < some; ++k) {
-        update(r, grad.of[k], weight.of[k], m.of[k], v.of[k], i + k >= r.n - r.n % 8);
-    }
-    if (halves) {
-        Words high, low;
-        for (int k = 0; k < 4; ++k) {
-            const u32 bits = __float_as_uint(weight.of[k]);
-            high.of[k] = static_cast<u16>((bits + 0x8000u) >> 16);
-            low.of[k] = static_cast<u16>(bits);
-        }
-        store_words(r.weights, i, some, high);
-        store_words(r.low, i, some, low);
-    } else {
-        store_floats(r.weights, i, some, weight);
+        store(r.weights, i, weight);
     }
     if (r.bf16_moments) {
-        Words narrow_m, narrow_v;
-        for (int k = 0; k < 4; ++k) {
-            const u32 random = random_word(r, i + k);
-            narrow_m.of[k] = rounded(m.of[k], random & 0xffffu);
-            narrow_v.of[k] = rounded(v.of[k], random >> 16);
-        }
-        store_words(r.exp_avg, i, some, narrow_m);
-        store_words(r.exp_avg_sq, i, some, narrow_v);
+        store_rounded<N>(r, i, m, v);
     } else {
-        store_floats(r.exp_avg, i, some, m);
-        store_floats(r.exp_avg_sq, i, some, v);
+        store(r.exp_avg, i, m);
+        store(r.exp_avg_sq, i, v);
     }
+}
+
+// Four elements a thread, one by one where the run ends. Every stream starts at a multiple of 16 bytes (layout.py).
+extern "C" __global__ void megatrain_adamw(const Run r) {
+    i64 i = (static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    if (i + 4 <= r.n) {
+        update_at<4>(r, i);
+        return;
+    }
+    for (; i < r.n; ++i) update_at<1>(r, i);
 }
