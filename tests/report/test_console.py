@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
+from dataclasses import replace
 
 import pytest
 from test_metrics import evaluation, save, step
@@ -27,7 +29,9 @@ def tell_everything(console: Console) -> None:
     console.warn("one row was refused")
     console.begin(first_step=1, total_steps=4)
     console.step(step(1))
-    console.skipped(SkipReport(2, 0.2, 0.0, float("nan"), 1.0, 1e-5, 10, 5, "the loss is nan", ("a: row 1",), ("tail",)))
+    console.skipped(
+        SkipReport(2, 0.2, 0.0, float("nan"), 1.0, 1e-5, 10, 5, "the loss is nan", ("a: row 1",), ("tail",))
+    )
     console.evaluated(evaluation(2))
     console.saved(save(2))
     console.step(step(3))
@@ -74,11 +78,24 @@ def test_quiet_keeps_the_warnings() -> None:
     assert all(line.startswith("warning: ") for line in lines)
 
 
+def test_the_live_display_shows_how_far_the_machines_limit_is() -> None:
+    stream = Terminal()
+    console = LiveConsole(stream)
+    console.begin(first_step=1, total_steps=4)
+    console.step(replace(step(1), optimizer_s=0.4, exposed_optimizer_s=0.3, limit_share=0.83))
+    console.close()
+    assert "bound by optimizer (83 % of the machine's limit)" in unstyled(stream.getvalue())
+
+
+def unstyled(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
 def test_the_live_display_shows_the_step_and_gives_the_cursor_back() -> None:
     stream = Terminal()
     tell_everything(LiveConsole(stream))
     text = stream.getvalue()
-    assert "bound by" in text
+    assert "bound by compute (100 % computing)" in unstyled(text)
     assert text.count("\x1b[?25h") >= text.count("\x1b[?25l") > 0
 
 

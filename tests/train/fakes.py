@@ -288,6 +288,7 @@ def stage(
             eval_batches=[[None, None]] * eval_groups,
             plan=SimpleNamespace(micro_batch=2),
             yardstick=None,
+            yardstick=None,
             device=SimpleNamespace(memory_peak_bytes=lambda: 0),
         ),
     )

@@ -7,7 +7,8 @@ compute    6 FLOP per multiplied parameter and token, plus causal attention (2 T
            nothing), plus what element-wise kernels and gradient sums move through the device's own memory
 link       in: every streamed unit once, layers a second time for the backward unless they are still in a slot;
            out: one gradient per streamed unit. Activations that wait on the host go out and come back in
-optimizer  AdamW's bytes over what the host's memory moves. Resident units are updated on the device instead
+optimizer  AdamW's bytes over what the host's memory moves. Resident units are updated on the device instead; what
+           visits the device for its update counts as updated on the CPU
 
 The forward hides the update and the fetches, the backward the fetches and the gradients:
 
@@ -100,7 +101,7 @@ def step_flops(sizes: ModelSizes, *, tokens: int, seq_len: float) -> float:
 
 def estimate(sizes: ModelSizes, *, plan: MemoryPlan, rates: Rates, tokens: int, moment_bytes: int = 4) -> SpeedEstimate:
     """One step of `tokens` tokens, padding included. moment_bytes: of an element of each of the two moments."""
-    resident = getattr(plan, "resident", 0)
+    resident = plan.resident
     work = _Work(sizes, plan=plan, rates=rates, tokens=tokens)
     units = (sizes.stem, *sizes.layers, sizes.tail)
     update = [_update_s(unit, rates=rates, moment_bytes=moment_bytes) for unit in units]
@@ -188,7 +189,7 @@ class _Work:
     def _repeated(self) -> float:
         """The share of the layers whose forward is repeated in the backward."""
         layers = len(self._sizes.layers)
-        return max(0, layers - getattr(self._plan, "kept", 0)) / layers
+        return max(0, layers - self._plan.kept) / layers
 
 
 def _head_params(sizes: ModelSizes) -> int:

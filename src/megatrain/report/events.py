@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from megatrain.report.bound import bound_by
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -34,13 +36,17 @@ class StepReport:
     vram_peak_bytes: int
     host_peak_bytes: int
     loss_spike: float | None = None  # the threshold that the loss exceeds, if it does (train/spikes.py)
+    limit_share: float | None = None  # the machine's limit for this step over step_s; None where it is not known
 
     @property
     def bound_by(self) -> str:
-        """The resource that most of the step was spent on."""
-        compute_s = self.step_s - self.exposed_optimizer_s - self.exposed_transfer_s
-        shares = {"compute": compute_s, "optimizer": self.exposed_optimizer_s, "link": self.exposed_transfer_s}
-        return max(shares, key=lambda name: shares[name])
+        """The resource that the step spent most of its time under."""
+        return bound_by(
+            step_s=self.step_s,
+            optimizer_s=self.optimizer_s,
+            exposed_optimizer_s=self.exposed_optimizer_s,
+            exposed_transfer_s=self.exposed_transfer_s,
+        )
 
     @property
     def compute_share(self) -> float:

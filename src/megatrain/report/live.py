@@ -84,7 +84,7 @@ class LiveConsole:
             facts["eval"] = f"{self._last_eval.loss:.4f}"
         machine = {
             "step": f"{report.step_s:.2f} s",
-            "bound by": f"{report.bound_by} ({100 * report.compute_share:.0f} % computing)",
+            "bound by": f"{report.bound_by} ({_distance(report)})",
             "host": format_size(report.host_peak_bytes),
         }
         if report.vram_peak_bytes:
@@ -96,6 +96,13 @@ class LiveConsole:
 
     def _print(self, text: Text) -> None:
         self._live.console.print(text)
+
+
+def _distance(report: StepReport) -> str:
+    """How far from the machine's limit, or where that is not known, how much of the step computed."""
+    if report.limit_share is None:
+        return f"{100 * report.compute_share:.0f} % computing"
+    return f"{100 * report.limit_share:.0f} % of the machine's limit"
 
 
 def _facts(facts: dict[str, str]) -> Text:

@@ -137,8 +137,8 @@ def _cut(planned: Planned) -> dict[str, Any]:
         "micro_batch": chosen.micro_batch,
         "micro_batches": chosen.micro_batches,
         "slots": chosen.slots,
-        "resident": getattr(chosen, "resident", 0),
-        "kept": getattr(chosen, "kept", 0),
+        "resident": chosen.resident,
+        "kept": chosen.kept,
         "activations": chosen.activations,
         "head_chunk": chosen.head_chunk,
         "threads": chosen.threads,
@@ -172,13 +172,18 @@ def _limits(planned: Planned, *, course: Course) -> dict[str, Any]:
         "send_bytes_per_s": sent,
         "compute_busy_share": busy_share(trace.spans, lane="compute", start_s=trace.start_s, end_s=trace.end_s),
     }
-    stick = yardstick(planned)
+    stick = yardstick(
+        planned.model.sizes,
+        plan=planned.plan,
+        device_name=planned.device_name,
+        moment_bytes=planned.job.moment_bytes,
+    )
     if stick is None:
         nothing = ("peak_tflops", "mfu", "light_s", "light_by", "light_share", "estimate")
         return found | dict.fromkeys(nothing)
     tokens = round(_median(s.tokens for s in measured))
     optimizer_s = _median(s.optimizer_s for s in measured)
-    own = stick.measured(tokens=tokens, optimizer_s=optimizer_s, link_in_bytes=fetched, link_out_bytes=sent)
+    own = stick.measured(optimizer_s=optimizer_s, link_in_bytes=fetched, link_out_bytes=sent)
     light, peak = own.estimate(tokens), own.rates.peak_flops
     return found | {
         "peak_tflops": peak / 1e12 if peak else None,

@@ -46,6 +46,7 @@ from megatrain.train.evaluation import evaluation_groups
 from megatrain.train.gate import UnitGate
 from megatrain.train.run import Run
 from megatrain.train.signals import PolledUpdates, StopFlag
+from megatrain.train.yardstick import yardstick
 
 PAD_MULTIPLE_CUDA = 64
 """Padded rows come in few lengths, so that compiled layers and the allocator see few shapes."""
@@ -246,6 +247,12 @@ def build_run(
         eval_batches=evaluation_groups(prepared, recipe=recipe, plan=chosen, pad_multiple=pad_multiple),
         tokenizer=tokenizer,
         plan=chosen,
+        yardstick=yardstick(
+            planned.model.sizes,
+            plan=chosen,
+            device_name=planned.device_name,
+            moment_bytes=planned.job.moment_bytes,
+        ),
     )
 
 

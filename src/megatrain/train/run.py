@@ -17,6 +17,7 @@ from megatrain.recipe import Recipe
 from megatrain.stream.device import Device
 from megatrain.stream.executor import StreamingExecutor
 from megatrain.train.gate import UnitGate
+from megatrain.train.yardstick import Yardstick
 
 
 class StepRows(Protocol):
@@ -59,3 +60,4 @@ class Run:
     eval_batches: Sequence[Sequence[MicroBatch]]  # each group is evaluated in one sweep over the layers; empty: none
     tokenizer: PreTrainedTokenizerBase
     plan: MemoryPlan
+    yardstick: Yardstick | None = None  # None: the device's peak is not known

@@ -168,8 +168,15 @@ class Trainer:
                 vram_peak_bytes=self._run.device.memory_peak_bytes(),
                 host_peak_bytes=host_peak_bytes(),
                 loss_spike=usual,
+                limit_share=self._limit_share(step_s, tokens=rows.tokens),
             )
         )
+
+    def _limit_share(self, step_s: float, *, tokens: int) -> float | None:
+        stick = self._run.yardstick
+        if stick is None:
+            return None
+        return stick.measured(optimizer_s=self._run.worker.last_update_s).share(step_s=step_s, tokens=tokens)
 
     def _nonfinite(self, numbers: StepNumbers, *, fault: Fault, rows: StepRows, after: TrainState, lr: float) -> None:
         """The gradients stay where they are: no weight and no moment sees them."""

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megatrain.model.sizes_types import ModelSizes
+from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.rates import Rates, assumed_rates, known_gpu
 from megatrain.plan.speed import SpeedEstimate, estimate
-from megatrain.train.build import Planned
-
-MOMENT_BYTES = {"fp32": 4, "bf16": 2}
-"""Of an element of each moment, by optimizer.state."""
 
 
 @dataclass(frozen=True)
 class Yardstick:
-    """One plan on one machine."""
+    """One plan on one machine. moment_bytes: of an element of each of the optimizer's moments."""
 
-    planned: Planned
+    sizes: ModelSizes
+    plan: MemoryPlan
+    moment_bytes: int
     rates: Rates
 
     def estimate(self, tokens: int) -> SpeedEstimate:
         """Of a step of so many tokens."""
-        recipe = self.planned.recipe
-        return estimate(
-            self.planned.model.sizes,
-            plan=self.planned.plan,
-            rates=self.rates,
-            tokens=tokens,
-            moment_bytes=MOMENT_BYTES.get(recipe.optimizer.state, 4),
-        )
+        return estimate(self.sizes, plan=self.plan, rates=self.rates, tokens=tokens, moment_bytes=self.moment_bytes)
 
     def share(self, *, step_s: float, tokens: int) -> float:
         """The machine's limit over the step's time, 0 to 1: padding and everything exposed make it smaller."""
-        return min(1.0, self.estimate(tokens).light_s / step_s)
+        return min(1.0, self.estimate(tokens).light_s / step_s) if step_s > 0 else 1.0
 
     def measured(
-        self, *, tokens: int, optimizer_s: float, link_in_bytes: float | None, link_out_bytes: float | None
+        self, *, optimizer_s: float, link_in_bytes: float | None = None, link_out_bytes: float | None = None
     ) -> Yardstick:
-        """The same with this machine's own rates where they were measured: of updates, and inside copies."""
-        rates, assumed_s = self.rates, self.estimate(tokens).optimizer_s
+        """The same with this machine's own rates where they were measured: of an update, and inside copies."""
+        rates, assumed_s = self.rates, self.estimate(1).optimizer_s
         host = rates.host_bytes * assumed_s / optimizer_s if optimizer_s and assumed_s else rates.host_bytes
         into, out = link_in_bytes or rates.link_in_bytes, link_out_bytes or rates.link_out_bytes
         duplex = rates.link_duplex_bytes * min(into / rates.link_in_bytes, out / rates.link_out_bytes)
@@ -48,8 +41,8 @@ class Yardstick:
         )
 
 
-def yardstick(planned: Planned) -> Yardstick | None:
+def yardstick(sizes: ModelSizes, *, plan: MemoryPlan, device_name: str, moment_bytes: int) -> Yardstick | None:
     """None where the device's peak is not known: a distance to a guess says nothing."""
-    if not planned.on_cuda or known_gpu(planned.device_name) is None:
+    if plan.on_cpu or known_gpu(device_name) is None:
         return None
-    return Yardstick(planned, assumed_rates(planned.device_name, cores=planned.plan.threads))
+    return Yardstick(sizes, plan, moment_bytes, assumed_rates(device_name, cores=plan.threads))
