@@ -16,6 +16,7 @@ from megatrain.errors import ModelError
 from megatrain.host import source
 from megatrain.host.source import fetch, locate
 from megatrain.host.tensor_file import MAX_HEADER_BYTES, Slot, created, header_bytes, read_header, write_from
+from megatrain.model import hub
 
 
 def written(folder: Path, header: Any, *, data: bytes = b"", length: int | None = None) -> Path:
@@ -198,6 +199,7 @@ def test_fetch_prefers_the_cache_and_completes_a_partial_one(tmp_path: Path, mon
         return str(tmp_path)
 
     monkeypatch.setattr(source, "snapshot_download", snapshot)
+    monkeypatch.setattr(hub, "reachable", lambda: True)
     assert fetch("org/name", revision="main") == tmp_path  # the cache has no weights yet
     assert fetch("org/name", revision="main") == tmp_path
     assert calls == [True, False, True]
@@ -208,6 +210,7 @@ def test_no_hub_is_a_model_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError("no network")
 
     monkeypatch.setattr(source, "snapshot_download", offline)
+    monkeypatch.setattr(hub, "reachable", lambda: True)
     with pytest.raises(ModelError, match="the hub could not be reached") as caught:
         fetch("org/name")
     assert "model.path" in str(caught.value.hint)

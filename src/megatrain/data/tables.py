@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatrain.data.lines import bounded_lines, open_bytes
 from megatrain.data.records import Record
 from megatrain.errors import DataError
+from megatrain.model import hub
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -85,6 +86,8 @@ def read_hub(path: str, *, subset: str | None, split: str, wanted: frozenset[str
     """A data set of the hub (or of its cache) through `datasets`."""
     import datasets
 
+    if not hub.reachable():
+        datasets.config.HF_HUB_OFFLINE = True  # what was downloaded before can still be read
     try:
         found = datasets.load_dataset(path, name=subset, split=split)
     except (OSError, ValueError, RuntimeError, KeyError, datasets.exceptions.DatasetsError) as error:

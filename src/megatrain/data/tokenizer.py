@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatrain.errors import DataError
+from megatrain.model import hub
 from megatrain.recipe import resolve_asset
 from megatrain.units import format_size
 
@@ -27,11 +28,21 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     if local.is_dir() and not any(local.glob("*token*")) and not any(local.glob("vocab.*")):
         hint = "copy the model's tokenizer.json and tokenizer_config.json into it, or set tokenizer.path"
         raise DataError("the folder holds no tokenizer", where=f"{key} ({path})", hint=hint)
+    revision = None if recipe.tokenizer.path else recipe.model.revision
+    if hub.is_hub_id(name):
+        cached = hub.cached_folder(name, revision=revision or "main", file="tokenizer.json")
+        if cached is None and not hub.reachable():
+            raise DataError(
+                f"{path} is neither a folder here nor in the cache, and the hub cannot be reached",
+                where=key,
+                hint="check the spelling and the network, or set tokenizer.path to a folder with a tokenizer.json",
+            )
+        local = cached or local
     _check_size(local / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(local) if local.is_dir() else name,
-            revision=None if recipe.tokenizer.path else recipe.model.revision,
+            revision=revision,
             trust_remote_code=recipe.model.trust_remote_code,
             local_files_only=local.is_dir(),
         )

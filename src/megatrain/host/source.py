@@ -20,6 +20,7 @@ from huggingface_hub.errors import (
 
 from megatrain.errors import ModelError
 from megatrain.host.tensor_file import StoredTensor, read_header
+from megatrain.model import hub
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -64,6 +65,12 @@ def fetch(path: str, *, revision: str = "main") -> Path:
             return cached
     except (OSError, HFValidationError, ModelError):
         pass  # not, or not all, in the cache
+    if not hub.reachable():
+        raise ModelError(
+            f"{path} is neither a folder here nor whole in the cache, and the hub cannot be reached",
+            where="model.path",
+            hint="check the spelling and the network, or download the model and set model.path to its folder",
+        )
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(HUB_FILES)))
     except GatedRepoError as error:

@@ -9,14 +9,20 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from megatrain.errors import ModelError
+from megatrain.model import hub
+from megatrain.model.config_values import check_values, read_values
+from megatrain.model.foreign import reason_of
+from megatrain.units import format_size
 
 REFUSED = {
     "dory": "its layers are called more than once per pass (looped)",
@@ -26,6 +32,8 @@ REFUSED = {
     "rwkv": "the recurrent state of a layer feeds the next layer",
 }
 """Model types that cannot run layer by layer, and why. The probes find them too; the names make the message plain."""
+
+_MOST_COMPUTED = 4 << 30  # bytes of buffers that no checkpoint holds: tables of positions, masks
 
 
 @dataclass(frozen=True)
@@ -53,22 +61,48 @@ class LayerList:
 def load_config(path: str, *, revision: str, overrides: Mapping[str, Any], trust_remote_code: bool) -> PretrainedConfig:
     """The config of a hub id or a local folder, with `overrides` set on it.
 
-    Raises ModelError when it cannot be read, names a key that the config does not have, or is no decoder-only
-    language model.
+    Raises ModelError when it cannot be read, holds values that no model has, names a key that the config does not
+    have, or is no decoder-only language model. The hub is asked only for what is neither here nor in the cache.
     """
+    path = _at_hand(path, revision=revision, trust_remote_code=trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # its values meet the code of every model, or code that comes with it
         raise ModelError(
-            f"cannot read the model's config.json: {_reason(error)}",
+            f"cannot read the model's config.json: {reason_of(error)}",
             where=path,
             hint="model.path is a hub id or a folder that holds config.json",
         ) from error
     config = cast(PretrainedConfig, config)
     for key, value in overrides.items():
         _override(config, key, value)
+    check_values(config.to_dict(), where="model.config" if overrides else path)
     refuse_by_type(config, trust_remote_code=trust_remote_code)
     return config
+
+
+def _at_hand(path: str, *, revision: str, trust_remote_code: bool) -> str:
+    """A folder with a config.json that may be acted on; or a hub id as it is, if the hub can be asked for it."""
+    folder: Path | None = Path(path)
+    if hub.is_hub_id(path):
+        folder = hub.cached_folder(path, revision=revision, file="config.json")
+        if folder is None and not hub.reachable():
+            raise ModelError(
+                f"{path} is neither a folder here nor in the cache, and the hub cannot be reached",
+                where="model.path",
+                hint="check the spelling and the network, or download the model and set model.path to its folder",
+            )
+    if folder is None or not (folder / "config.json").is_file():
+        return path  # transformers fetches it, or says what is missing
+    values = read_values(folder)
+    own_code = values.get("auto_map")
+    if own_code and values.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+        raise ModelError(
+            f"model type {str(values.get('model_type'))[:60]} comes with Python code (auto_map), which is not run",
+            where=str(folder / "config.json"),
+            hint="read that code; model.trust_remote_code: true runs it",
+        )
+    return path if trust_remote_code else str(folder)  # code is fetched by the hub id
 
 
 def _override(config: Any, key: str, value: Any) -> None:
@@ -84,7 +118,7 @@ def _override(config: Any, key: str, value: Any) -> None:
     try:
         setattr(config, key, value)
     except Exception as error:  # transformers checks some types and raises classes of its own
-        raise ModelError(f"cannot be {value!r}: {_reason(error)}", where=f"model.config.{key}") from error
+        raise ModelError(f"cannot be {value!r}: {reason_of(error)}", where=f"model.config.{key}") from error
 
 
 def refuse_by_type(config: PretrainedConfig, *, trust_remote_code: bool) -> None:
@@ -119,18 +153,11 @@ def build_skeleton(spec: ModelSpec) -> nn.Module:
             model = build.from_config(config, **options)
     except Exception as error:  # nothing is computed yet: whatever it is, it comes from these values
         raise ModelError(
-            f"transformers cannot build {config.model_type}: {_reason(error)}",
+            f"transformers cannot build {config.model_type}: {reason_of(error)}",
             hint="check the values in config.json and model.config, or try another model.attention",
         ) from error
     _fill_computed_buffers(model)
     return cast(nn.Module, model)
-
-
-def _reason(error: Exception) -> str:
-    """What an exception of somebody else's code says, in one line; a bare key or nothing gets its kind before it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
-    return text if " " in text else f"{type(error).__name__} {text}".strip()
 
 
 def _fill_computed_buffers(model: Any) -> None:
@@ -141,10 +168,17 @@ def _fill_computed_buffers(model: Any) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor._is_hf_initialized = True
     computed: list[tuple[str, nn.Module, str]] = []
+    total = 0
     for path, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(name)
             if buffer is not None and buffer.is_meta:
+                total += buffer.nbytes
+                if total > _MOST_COMPUTED:
+                    raise ModelError(
+                        f"the computed buffer {path}.{name} {tuple(buffer.shape)} takes {format_size(buffer.nbytes)}",
+                        hint="its size follows from config.json; check the numbers of positions in it",
+                    )
                 empty = float("nan") if buffer.is_floating_point() else 0
                 module._buffers[name] = torch.empty_like(buffer, device="cpu").fill_(empty)
                 computed.append((f"{path}.{name}", module, name))

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from megatrain.model.anatomy_of import Parts, hollow
 from megatrain.model.attention import watch_attention
 from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
+from megatrain.model.foreign import models_may_fail
 from megatrain.model.graphs import depends_on, reached
 from megatrain.model.rehearsal import LONG, SHORT, NoProducts, Rehearsal, Rehearsals
 from megatrain.model.sites import Sites
@@ -48,6 +49,7 @@ class Trial:
     saved_bytes_per_token: int
 
 
+@models_may_fail
 def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder) -> Trial:
     """Stubs are in place; outer tensors are on the meta device before and after."""
     sites = Sites(parts.outer_sites)
