@@ -58,9 +58,11 @@ class Arena:
         numa.spread(self._memory)
         _populate(self._memory, threads=threads)
         self._next = 0
+        self._settled = self._settled_wanted = 0
         self._pin = pin
         self._wanted_locked = 0
         self._locked: dict[int, int] = {}  # address -> bytes
+        self._pageable = (self._size, 0)  # from the first to the last block that was taken as such
         self._failure: str | None = None
 
     def take(self, nbytes: int, *, pinned: bool) -> Tensor:
@@ -73,11 +75,38 @@ class Arena:
         if end > self._size:
             raise RuntimeError(f"arena of {self._size} bytes has no room for {nbytes} more after {self._next}")
         self._next = end
+        if not pinned and nbytes:
+            self._pageable = (min(self._pageable[0], start), max(self._pageable[1], end))
         block = torch.from_numpy(self._memory[start : start + nbytes])
         if pinned and self._pin and nbytes:
             self._wanted_locked += end - start
             self._lock(block.data_ptr(), nbytes=end - start)
         return block
+
+    def settle(self) -> None:
+        """What was taken so far stays; `rewind` comes back to here."""
+        self._settled, self._settled_wanted = self._next, self._wanted_locked
+
+    def rewind(self) -> None:
+        """Take back the blocks handed out since `settle`, whose memory keeps what it held. No copy may be in flight."""
+        first = self._memory.ctypes.data + footprint(self._settled, pinned=True)
+        for address in [a for a in self._locked if a >= first]:
+            _cudart().cudaHostUnregister(address)
+            del self._locked[address]
+        self._next, self._wanted_locked = self._settled, self._settled_wanted
+
+    def lock_pageable(self) -> bool:
+        """Page-lock the blocks that were taken as pageable, after those that must be; False if that is not to be had.
+
+        One registration, so that a copy may cross from one of them into the next.
+        """
+        first, last = self._pageable
+        if not self._pin or last <= first:
+            return False
+        base = self._memory.ctypes.data
+        begin = (base + first) // mmap.PAGESIZE * mmap.PAGESIZE
+        nbytes = footprint(base + last - begin, pinned=True)
+        return self._failure is None and self._register(begin, nbytes=nbytes) is None
 
     @property
     def report(self) -> ArenaReport:
@@ -86,7 +115,7 @@ class Arena:
     @property
     def pinned_fraction(self) -> float:
         """Share of what should be page-locked that is; 1.0 when nothing should."""
-        return sum(self._locked.values()) / self._wanted_locked if self._wanted_locked else 1.0
+        return min(1.0, sum(self._locked.values()) / self._wanted_locked) if self._wanted_locked else 1.0
 
     def close(self) -> None:
         """Unlock the pages. No copy may be in flight; the memory goes with the last tensor that views it."""
@@ -97,15 +126,20 @@ class Arena:
     def _lock(self, address: int, *, nbytes: int) -> None:
         if self._failure is not None:
             return
+        reason = self._register(address, nbytes=nbytes)
+        if reason is not None:
+            self._failure = f"page-locking failed after {_gib(sum(self._locked.values()))}: {reason}"
+            log.warning("%s; the rest of host memory is pageable and copies from it are slower", self._failure)
+
+    def _register(self, address: int, *, nbytes: int) -> str | None:
+        """Why it could not be page-locked; None if it is."""
         code = int(_cudart().cudaHostRegister(address, nbytes, 0))
         if code == 0:
             self._locked[address] = nbytes
-            return
-        locked = sum(self._locked.values())
+            return None
         reason = _cudart().cudaGetErrorString(_cudart().cudaError(code))
-        self._failure = f"page-locking failed after {_gib(locked)}: {reason} (CUDA error {code})"
-        log.warning("%s; the rest of host memory is pageable and copies from it are slower", self._failure)
         _clear_cuda_error()
+        return f"{reason} (CUDA error {code})"
 
 
 def _cudart() -> Any:

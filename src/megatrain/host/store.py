@@ -29,13 +29,13 @@ class _Block:
     pinned: bool
 
 
-def _blocks(unit: Unit, *, training: bool, moments: torch.dtype, visits: bool) -> Iterator[_Block]:
+def _blocks(unit: Unit, *, training: bool, moments: torch.dtype) -> Iterator[_Block]:
     layout = unit.layout
     yield _Block("hi", "weights", layout.nbytes, True)
-    yield _Block("lo", "weights_low", 2 * layout.bf16_elems, visits)
+    yield _Block("lo", "weights_low", 2 * layout.bf16_elems, False)
     if training:
         yield _Block("grad", "gradients", layout.param_bytes, True)
-        yield _Block("moments", "optimizer", 2 * moments.itemsize * layout.elems, visits)
+        yield _Block("moments", "optimizer", 2 * moments.itemsize * layout.elems, False)
 
 
 def footprint(
@@ -44,12 +44,11 @@ def footprint(
     extra_pinned_bytes: int = 0,
     training: bool = True,
     moments: torch.dtype = torch.float32,
-    visits: bool = False,
 ) -> dict[str, int]:
     """Bytes by purpose that `HostStore.allocate` takes, from the very list that it allocates."""
     sizes = {"weights": 0, "weights_low": 0, "gradients": 0, "optimizer": 0}
     for unit in anatomy.units:
-        for block in _blocks(unit, training=training, moments=moments, visits=visits):
+        for block in _blocks(unit, training=training, moments=moments):
             sizes[block.purpose] += arena_footprint(block.nbytes, pinned=block.pinned)
     return sizes | {"extra": arena_footprint(extra_pinned_bytes, pinned=True)}
 
@@ -112,29 +111,28 @@ class HostStore:
         extra_pinned_bytes: int = 0,
         training: bool = True,
         moments: torch.dtype = torch.float32,
-        visits: bool = False,
     ) -> HostStore:
         """Take the memory, all zero. `extra_pinned_bytes` stay free in the arena for `take`
         (of whole pages: `arena.footprint`).
 
         training=False leaves gradients and moments out (empty tensors): enough to load and export.
         moments: what the optimizer's two moments are stored in, fp32 or bf16.
-        visits: masters and moments travel too (stream/visitors.py), so they are page-locked as well.
         Raises DoesNotFit when RAM cannot be had.
         """
         pinned = arena_footprint(extra_pinned_bytes, pinned=True)
         pageable = 0
         for unit in anatomy.units:
-            for block in _blocks(unit, training=training, moments=moments, visits=visits):
+            for block in _blocks(unit, training=training, moments=moments):
                 nbytes = arena_footprint(block.nbytes, pinned=block.pinned)
                 pinned, pageable = (pinned + nbytes, pageable) if block.pinned else (pinned, pageable + nbytes)
         arena = Arena(pinned_bytes=pinned, pageable_bytes=pageable, threads=threads, pin=pin)
         taken: dict[int, dict[str, Tensor]] = {unit.index: {} for unit in anatomy.units}
         for locked in (True, False):  # page-locked blocks first: only between the two kinds is a page lost
             for unit in anatomy.units:
-                for block in _blocks(unit, training=training, moments=moments, visits=visits):
+                for block in _blocks(unit, training=training, moments=moments):
                     if block.pinned is locked:
                         taken[unit.index][block.field] = arena.take(block.nbytes, pinned=locked)
+        arena.settle()
         return cls(tuple(_host_unit(unit, taken[unit.index], moments=moments) for unit in anatomy.units), arena)
 
     @property

@@ -42,6 +42,7 @@ class Together:
     def __init__(self, kernel: Kernel, *, device_kernel: DeviceKernel, partner: Partner) -> None:
         self._kernel, self._device_kernel, self._partner = kernel, device_kernel, partner
         self.share = FIRST_SHARE
+        self._alone = False
 
     @property
     def threads(self) -> int:
@@ -51,7 +52,7 @@ class Together:
         """Update everything in `jobs`, all of one unit; returns when it is done."""
         total = sum(job.weights.numel() for job in jobs)
         mine, theirs = divide(jobs, border=total - int(total * self.share))
-        if total < WORTHWHILE or not theirs:
+        if self._alone or total < WORTHWHILE or not theirs:
             self._kernel.run(jobs)
             return
         self._partner.start([self._visit(piece) for job in theirs for piece in pieces(job, most=VISIT_ELEMS)])
@@ -61,6 +62,10 @@ class Together:
         their_s = self._partner.finish()
         if mine and mine_s > 0 and their_s > 0:
             self._follow(mine_s, their_s=their_s)
+
+    def go_alone(self) -> None:
+        """Share nothing from now on: host memory that is not page-locked travels too slowly."""
+        self._alone = True
 
     def close(self) -> None:
         self._kernel.close()

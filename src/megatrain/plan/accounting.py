@@ -76,8 +76,7 @@ class MemoryPlan:
     @property
     def pinned_bytes(self) -> int:
         """What the device copies from and to, and is to be page-locked."""
-        visiting = ("low halves of the masters", "optimizer moments") if self.visitors else ()
-        wanted = ("weights as streamed", "gradients", "activations", *visiting)
+        wanted = ("weights as streamed", "gradients", "activations")
         return sum(self.host.get(purpose, 0) for purpose in wanted)
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,7 +121,7 @@ def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
         device["attention masks"] = chosen.micro_batch * chosen.micro_batches * chosen.seq_len**2
     if terms.context_bytes:
         device["context and workspaces"] = terms.context_bytes
-    host = host_bytes(sizes, moment_bytes=terms.moment_bytes, visits=chosen.visitors > 0)
+    host = host_bytes(sizes, moment_bytes=terms.moment_bytes)
     if chosen.activations == "host":
         host["activations"] = _waiting_rows(chosen, sizes=sizes) * footprint(chosen.input_bytes, pinned=True)
     copies = 1 if chosen.on_cpu else 2  # a page-locked one for the way to the device
@@ -143,13 +142,13 @@ def units_of(sizes: ModelSizes) -> tuple[UnitSizes, ...]:
     return (sizes.stem, *sizes.layers, sizes.tail)
 
 
-def host_bytes(sizes: ModelSizes, *, moment_bytes: int = 4, visits: bool = False) -> dict[str, int]:
+def host_bytes(sizes: ModelSizes, *, moment_bytes: int = 4) -> dict[str, int]:
     """The store: every unit's streamed half, the rest of its master, two moments, a gradient slab, step counts."""
     units = units_of(sizes)
     return {
         "weights as streamed": sum(footprint(u.streamed_bytes, pinned=True) for u in units) + BORDER,
-        "low halves of the masters": sum(footprint(2 * u.bf16_elems, pinned=visits) for u in units),
-        "optimizer moments": sum(footprint(2 * moment_bytes * u.elems, pinned=visits) for u in units),
+        "low halves of the masters": sum(footprint(2 * u.bf16_elems, pinned=False) for u in units),
+        "optimizer moments": sum(footprint(2 * moment_bytes * u.elems, pinned=False) for u in units),
         "gradients": sum(footprint(u.param_bytes, pinned=True) for u in units),
         "step counts": sum(8 * u.params for u in units),
     }
