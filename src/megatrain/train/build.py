@@ -176,11 +176,11 @@ def build_rooms(
         threads=chosen.threads,
         extra_pinned_bytes=stored_rows * row_bytes,
         moments=moments_of(planned.recipe),
-        visits=chosen.visitors > 0,
     )
     fill(store)
+    optimizer = _optimizer(planned, store=store)
     worker = OptimizerWorker(
-        _optimizer(planned, store=store),
+        optimizer,
         store=store,
         before_unit=before_unit,
         after_unit=after_unit,
@@ -201,6 +201,8 @@ def build_rooms(
         ),
         updates=worker if stop is None else PolledUpdates(worker, stop=stop),
     )
+    if isinstance(optimizer.kernel, Together) and not store.arena.lock_pageable():
+        optimizer.kernel.go_alone()
     return Rooms(store, worker, executor)
 
 
