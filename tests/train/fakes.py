@@ -85,6 +85,8 @@ class FakeRows:
 
 
 class FakeLoader:
+    even = False
+
     def steps_in_epoch(self, epoch: int) -> int:
         return STEPS_IN_EPOCH[epoch % len(STEPS_IN_EPOCH)]
 
@@ -287,7 +289,6 @@ def stage(
             loader=FakeLoader(),
             eval_batches=[[None, None]] * eval_groups,
             plan=SimpleNamespace(micro_batch=2),
-            yardstick=None,
             yardstick=None,
             device=SimpleNamespace(memory_peak_bytes=lambda: 0),
         ),

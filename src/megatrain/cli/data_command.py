@@ -24,14 +24,13 @@ _REASONS = 10  # addresses printed of each kind; --json has more
 def run(recipe: str, *, overrides: Sequence[str], rows: int, json: bool) -> int:
     """Prints the account of every source and the first `rows` rows; returns the exit code."""
     from megatrain.data import load_tokenizer, prepare
+    from megatrain.model.config_values import vocabulary
     from megatrain.train.build import max_positions, read_config
 
     loaded = load_recipe(recipe, overrides=overrides)
     tokenizer = load_tokenizer(loaded)
     config = read_config(loaded)
-    prepared = prepare(
-        loaded, tokenizer=tokenizer, max_positions=max_positions(config), vocab_size=config.get_text_config().vocab_size
-    )
+    prepared = prepare(loaded, tokenizer=tokenizer, max_positions=max_positions(config), vocab_size=vocabulary(config))
     result = _result(loaded, prepared=prepared, tokenizer=tokenizer, rows=rows)
     if json:
         emit(result)

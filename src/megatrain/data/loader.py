@@ -117,6 +117,11 @@ class Loader:
         self.pad_multiple = pad_multiple
         self._epochs: dict[int, Rows] = {}
 
+    @property
+    def even(self) -> bool:
+        """Whether every epoch has as many steps. Packed rows follow from the lengths drawn, which fractions change."""
+        return not self.packing or all(weight == int(weight) for weight in self.samples.weights)
+
     def rows_in_epoch(self, epoch: int) -> int:
         return len(self._rows(epoch))
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
 from megatrain.errors import ModelError
 from megatrain.units import format_size
 
@@ -64,6 +66,12 @@ def read_values(folder: Path) -> dict[str, Any]:
         raise ModelError("is not a JSON object", where=str(file))
     check_values(values, where=str(file))
     return values
+
+
+def vocabulary(config: PretrainedConfig) -> int | None:
+    """The rows of the embedding; None where the config does not say."""
+    value = getattr(config.get_text_config(), "vocab_size", None)
+    return value if isinstance(value, int) else None
 
 
 def check_values(values: Mapping[str, Any], *, where: str) -> None:

@@ -5,16 +5,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from megatrain.errors import RecipeError
 from megatrain.train.run import StepLoader
 from megatrain.train.state import TrainState
 from megatrain.units import Duration
 
+_MOST_COUNTED = 10_000
+
 
 def total_steps(loader: StepLoader, *, epochs: int | None, steps: int | None) -> int:
-    """Steps of the whole run: the epochs' or `steps`, whichever comes first. One of them is given."""
+    """Steps of the whole run: the epochs' or `steps`, whichever comes first. One of them is given.
+
+    Raises RecipeError for more epochs than can be counted one by one, where they differ.
+    """
     if epochs is None:
         assert steps is not None
         return steps
+    if loader.even:
+        total = epochs * loader.steps_in_epoch(0)
+        return total if steps is None else min(total, steps)
+    if epochs > _MOST_COUNTED and steps is None:
+        raise RecipeError(
+            f"{epochs} epochs cannot be counted: packed, with such weights, each has its own number of steps",
+            where="train.epochs",
+            hint="give train.steps too; whichever comes first ends the run",
+        )
     total = 0
     for epoch in range(epochs):
         total += loader.steps_in_epoch(epoch)

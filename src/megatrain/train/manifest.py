@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatrain.train.state import TrainState
+from megatrain.train.typed import misfit
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -73,14 +74,18 @@ class Manifest:
                 raise Damaged(f"its format is {body.get('format')}, this version reads {FORMAT}")
             if checksum != _checksum(body):
                 raise Damaged("the manifest does not match its own checksum")
-            return cls(
+            manifest = cls(
                 state=TrainState.from_json(body["state"]),
                 identity=Identity(**body["identity"]),
                 files={name: FileInfo(**info) for name, info in body["files"].items()},
                 weights_sha256=body.get("weights_sha256"),
             )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"the manifest cannot be read ({error})") from error
+            raise Damaged(f"the manifest cannot be read ({str(error)[:200]})") from error
+        fault = misfit(manifest)
+        if fault is not None or manifest.identity.precision not in ("bf16", "fp32"):
+            raise Damaged(f"the manifest holds what no run writes: {fault or 'its precision'}")
+        return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -93,8 +98,8 @@ def read_manifest(folder: Path) -> Manifest:
         raise Damaged(f"the manifest cannot be read ({error})") from error
     manifest = Manifest.from_text(text)
     for name, info in manifest.files.items():
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise Damaged(f"the manifest names a file outside the checkpoint: {name}")
+        if Path(name).name != name or "\0" in name:
+            raise Damaged(f"the manifest names a file outside the checkpoint: {name[:100]!r}")
         try:
             size = (folder / name).stat().st_size
         except OSError:

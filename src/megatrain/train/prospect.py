@@ -9,7 +9,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.data import Loader, Prepared, load_tokenizer, prepare
-from megatrain.errors import DoesNotFit
+from megatrain.errors import DoesNotFit, UsageError
+from megatrain.model.config_values import vocabulary
 from megatrain.optim.lr import warmup_steps
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.recipe import Recipe
@@ -60,12 +61,12 @@ def look_ahead(recipe: Recipe, *, start: Start, console: Console, stop: StopFlag
         recipe,
         tokenizer=tokenizer,
         max_positions=max_positions(config),
-        vocab_size=config.get_text_config().vocab_size,
+        vocab_size=vocabulary(config),
         should_stop=stop.check,
     )
     for warning in prepared.report.warnings():
         console.warn(warning)
-    steps = _count_steps(recipe, prepared=prepared)
+    steps = _count_steps(recipe, prepared=prepared, start=start)
     stop.check()
     console.phase("reading the model's structure and planning memory")
     planned = _plan(recipe, config=config, start=start, console=console)
@@ -75,8 +76,8 @@ def look_ahead(recipe: Recipe, *, start: Start, console: Console, stop: StopFlag
     return prospect
 
 
-def _count_steps(recipe: Recipe, *, prepared: Prepared) -> int:
-    """Raises RecipeError for a warm-up longer than the run."""
+def _count_steps(recipe: Recipe, *, prepared: Prepared, start: Start) -> int:
+    """Raises RecipeError for a warm-up longer than the run, UsageError for a checkpoint that stands nowhere in it."""
     loader = Loader(
         prepared.train,
         batch_size=recipe.train.batch_size,
@@ -87,6 +88,15 @@ def _count_steps(recipe: Recipe, *, prepared: Prepared) -> int:
     )
     steps = total_steps(loader, epochs=recipe.train.epochs, steps=recipe.train.steps)
     warmup_steps(recipe.optimizer.warmup, total=steps)
+    for checkpoint in start.candidates:
+        state = checkpoint.state
+        same = checkpoint.manifest.identity.data == prepared.fingerprint()  # else that is what will be told
+        if same and state.index >= max(1, loader.steps_in_epoch(state.epoch)):
+            raise UsageError(
+                f"{checkpoint.path.name} says that {state.index} steps of epoch {state.epoch + 1} are done, "
+                f"which has {loader.steps_in_epoch(state.epoch)}",
+                where="--resume",
+            )
     return steps
 
 
@@ -100,7 +110,8 @@ def _plan(recipe: Recipe, *, config: PretrainedConfig, start: Start, console: Co
         recipe = recipe.model_copy(update={"train": train})
     try:
         before = MemoryPlan.from_dict(identity.plan)
-    except (KeyError, TypeError):
+        _check_cut(before, batch_size=recipe.train.batch_size)
+    except (KeyError, TypeError, ValueError):
         console.note("the checkpoint's memory plan is of another version; planning anew")
         return plan_run(recipe, config=config)
     try:
@@ -114,6 +125,13 @@ def _plan(recipe: Recipe, *, config: PretrainedConfig, start: Start, console: Co
             f"{now.head_chunk} tokens at once (were {before.head_chunk}); sums round differently than before"
         )
     return planned
+
+
+def _check_cut(plan: MemoryPlan, *, batch_size: int) -> None:
+    """Raises ValueError for a plan that no planner made: what is taken from it must be counts."""
+    counts = (plan.micro_batch, plan.head_chunk)
+    if not all(type(count) is int and count >= 1 for count in counts) or plan.micro_batch > batch_size:
+        raise ValueError("not a plan")
 
 
 def _describe(prospect: Prospect, *, start: Start, console: Console) -> None:

@@ -40,6 +40,10 @@ class StepRows(Protocol):
 class StepLoader(Protocol):
     """Steps of data in an order that follows from the seed alone."""
 
+    @property
+    def even(self) -> bool:
+        """Whether every epoch has as many steps."""
+
     def steps_in_epoch(self, epoch: int) -> int: ...
     def step_batch(self, epoch: int, index: int) -> StepRows: ...
 
