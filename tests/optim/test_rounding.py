@@ -157,6 +157,26 @@ def test_increments_of_a_thousandth_accumulate(kernel_of: Callable[..., Kernel],
     assert abs(float(average.double().mean()) - math.sqrt(2)) < 1e-3
 
 
+@pytest.mark.parametrize(("beta2", "noise"), [(0.999, 0.05), (0.95, 0.01)])
+def test_the_noise_is_small_and_has_no_mean(kernel_of: Callable[..., Kernel], *, beta2: float, noise: float) -> None:
+    """Over random gradients: what docs/precision.md says of moments, steps and where weights end."""
+    n, steps, hyper = 4096, 1500, AdamWHyper(betas=(0.9, beta2), eps=1e-8, weight_decay=0.0)
+    kernel, generator = kernel_of(), torch.Generator().manual_seed(0)
+    wide, narrow = torch.zeros(3, n), [torch.zeros(n), *torch.zeros(2, n).bfloat16()]
+    for step in range(1, steps + 1):
+        gradient = torch.randn(n, generator=generator) * 1e-3
+        factors = Factors.of(hyper, step=step, lr=1e-3, clip=1.0, decays=False)
+        draws = Draws.of(seed=0, unit=0, step=step, first=0)
+        kernel.run([Job(wide[0], None, wide[1], wide[2], gradient, factors)])
+        kernel.run([Job(narrow[0], None, narrow[1], narrow[2], gradient, factors, draws)])
+    off = narrow[2].double() / wide[2] - 1
+    assert float(off.square().mean().sqrt()) < noise
+    assert abs(float(off.mean())) < 5 * float(off.std()) / math.sqrt(n)
+    steps_of = [average.double() / square.double().sqrt() for _, average, square in (wide, narrow)]
+    assert float((steps_of[1] - steps_of[0]).norm() / steps_of[0].norm()) < 0.6 * noise + 0.005
+    assert float((narrow[0] - wide[0]).norm() / wide[0].norm()) < 0.5 * noise + 0.005
+
+
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 def test_numbers_that_are_not_finite_on_every_path(kernel_of: Callable[..., Kernel], *, isa: Isa) -> None:
     """beta 0 in both moments and a gradient of the value itself: m = g, v = g*g; bits are those of the definition."""
