@@ -135,12 +135,14 @@ def test_gpus_are_known_by_the_whole_word() -> None:
         "NVIDIA GeForce RTX 3090": 71e12,
         "NVIDIA H100 PCIe": 756e12,
         "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H200 NVL": 836e12,
     }
     for name, peak in peaks.items():
         gpu = known_gpu(name)
         assert gpu is not None, name
         assert gpu.peak_flops == peak, name
-    assert known_gpu("NVIDIA A1000") is None
+    for name in ("NVIDIA A1000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"):
+        assert known_gpu(name) is None, name
     unknown = assumed_rates("Frobnitz 9", cores=8)
     assert unknown.peak_flops is None
     assert "guess" in unknown.source

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatrain.report.trace import LANES, picture
+from megatrain.report.trace import picture
 from megatrain.units import format_size
 
 if TYPE_CHECKING:
     from megatrain.train.baselines.runner import Baseline
     from megatrain.train.bench_report import BenchReport, StepTrace
 
-_COLOURS = {"fetch": "36", "compute": "32", "send": "35", "optimizer": "33"}
+_COLOURS = {"fetch": "36", "compute": "32", "send": "35", "visit": "34", "optimizer": "33"}
 
 
 def report_text(report: BenchReport) -> str:
@@ -23,10 +23,13 @@ def report_text(report: BenchReport) -> str:
 def trace_text(trace: StepTrace, *, coloured: bool) -> str:
     """One step as a picture, a line per lane."""
     rows = picture(trace.spans, start_s=trace.start_s, end_s=trace.end_s).splitlines()
-    if coloured:
-        lanes = dict(zip(LANES, rows, strict=False))
-        rows = [f"\x1b[{_COLOURS[lane]}m{row}\x1b[0m" for lane, row in lanes.items()] + rows[len(lanes) :]
-    return "\n".join(rows)
+    return "\n".join(_coloured(row) if coloured else row for row in rows)
+
+
+def _coloured(row: str) -> str:
+    """The row in the colour of the lane that it begins with; the scale stays as it is."""
+    code = next((code for lane, code in _COLOURS.items() if row.startswith(lane)), None)
+    return row if code is None else f"\x1b[{code}m{row}\x1b[0m"
 
 
 def baseline_table(others: Sequence[Baseline], *, report: BenchReport) -> str:

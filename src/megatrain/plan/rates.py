@@ -38,8 +38,10 @@ class Gpu:
 
 # The longer name stands first where one contains the other.
 GPUS = (
+    Gpu("B300", 2250e12, 8.0e12, 5),
     Gpu("B200", 2250e12, 8.0e12, 5),
     Gpu("GH200", 989e12, 4.0e12, 5),
+    Gpu("H200 NVL", 836e12, 4.8e12, 5),
     Gpu("H200", 989e12, 4.8e12, 5),
     Gpu("H100 NVL", 835e12, 3.9e12, 5),
     Gpu("H100 PCIe", 756e12, 2.0e12, 5),
@@ -63,6 +65,8 @@ GPUS = (
     Gpu("RTX 3090", 71e12, 0.936e12, 4),
     Gpu("RTX 3080", 59.5e12, 0.76e12, 4),
 )
+OTHERWISE = frozenset({"LAPTOP", "MAX", "MIG"})
+"""Words after which a name is not the card of the data sheet but a slower one, or a part of it."""
 UNKNOWN_GPU = Gpu("an unknown GPU", 100e12, 0.8e12, 4)
 
 
@@ -86,6 +90,8 @@ class Rates:
 def known_gpu(name: str) -> Gpu | None:
     """The data sheet of a GPU by the driver's name ("NVIDIA H200"); None if there is none here."""
     words = name.replace("-", " ").upper().split()
+    if OTHERWISE.intersection(words):
+        return None
     for gpu in GPUS:
         wanted = gpu.name.upper().split()
         if any(words[i : i + len(wanted)] == wanted for i in range(len(words))):

@@ -27,7 +27,7 @@ NAMES = ("resident", "fsdp", "deepspeed")
 TIMEOUT_S = 900
 POLL_S = 0.2
 SPARE_BYTES = 1 << 30
-"""Host memory that is left when a child is ended, before the system ends whom it likes."""
+"""Host memory that is left when a child is ended, or a fiftieth of all: before the system ends whom it likes."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,8 @@ class _HostWatch:
 
     def exhausted(self) -> bool:
         self._most = max(self._most, self._used())
-        return not self._may_grow and read_host_memory().available.bytes < SPARE_BYTES
+        spare = max(SPARE_BYTES, self.limit_bytes // 50)
+        return not self._may_grow and read_host_memory().available.bytes < spare
 
     @staticmethod
     def _used() -> int:
