@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatrain.errors import DeviceError, DoesNotFit
-from megatrain.stream.device import Event, Rng, StreamName
+from megatrain.stream.device import Device, Event, Rng, StreamName
 from megatrain.units import format_size
 
 
@@ -75,11 +75,23 @@ def vram_free_bytes(device: torch.device) -> tuple[int, int]:
     return free + reserved, total - free - reserved
 
 
+def others_bytes(device: Device) -> int | None:
+    """What other processes hold on the device now; None where that is not a CUDA device."""
+    if not isinstance(device, CudaDevice):
+        return None
+    _, taken = vram_free_bytes(device.torch_device)
+    return max(0, taken - device.context_bytes)
+
+
 class CudaDevice:
     """One CUDA device. The compute stream is PyTorch's current stream; the two copy streams are its own."""
 
-    def __init__(self, device: torch.device, *, ceiling_bytes: int | None) -> None:
+    def __init__(
+        self, device: torch.device, *, ceiling_bytes: int | None, free_before_bytes: int | None = None
+    ) -> None:
         """`ceiling_bytes`: what this process may take of the device's memory, its context included.
+        free_before_bytes: what was free before this process opened the device; without it everything that is taken
+        now counts as its context.
 
         Raises DoesNotFit if the context alone is larger.
         """
@@ -94,7 +106,8 @@ class CudaDevice:
         }
         hopper = torch.cuda.get_device_capability(device)[0] >= 9
         self._cudnn_attention = hopper and not torch.are_deterministic_algorithms_enabled()
-        _, self.context_bytes = vram_free_bytes(device)
+        free, taken = vram_free_bytes(device)
+        self.context_bytes = taken if free_before_bytes is None else min(taken, max(0, free_before_bytes - free))
         if ceiling_bytes is not None:
             total = torch.cuda.get_device_properties(device).total_memory
             rest = ceiling_bytes - self.context_bytes

@@ -44,6 +44,7 @@ from megatrain.stream.step import Geometry
 from megatrain.stream.visitors import Visitors
 from megatrain.train.evaluation import evaluation_groups
 from megatrain.train.gate import UnitGate
+from megatrain.train.gpus import read_gpu
 from megatrain.train.run import Run
 from megatrain.train.signals import PolledUpdates, StopFlag
 from megatrain.train.yardstick import yardstick
@@ -185,8 +186,23 @@ def build_rooms(
         before_unit=before_unit,
         after_unit=after_unit,
     )
-    executor = StreamingExecutor(
-        model,
+    executor = build_executor(planned, store=store, worker=worker, stop=stop)
+    if isinstance(optimizer.kernel, Together) and not store.arena.lock_pageable():
+        optimizer.kernel.go_alone()
+    return Rooms(store, worker, executor)
+
+
+def build_executor(
+    planned: Planned, *, store: HostStore, worker: OptimizerWorker, stop: StopFlag | None = None
+) -> StreamingExecutor:
+    """The executor of the plan on a store that is there. What an earlier one took of the store's arena is given back.
+
+    Raises DoesNotFit.
+    """
+    chosen = planned.plan
+    store.arena.rewind()
+    return StreamingExecutor(
+        planned.model,
         store=store,
         device=planned.device,
         geometry=Geometry(
@@ -201,9 +217,6 @@ def build_rooms(
         ),
         updates=worker if stop is None else PolledUpdates(worker, stop=stop),
     )
-    if isinstance(optimizer.kernel, Together) and not store.arena.lock_pageable():
-        optimizer.kernel.go_alone()
-    return Rooms(store, worker, executor)
 
 
 def build_run(
@@ -302,9 +315,14 @@ def _open_device(recipe: Recipe) -> tuple[Device, str, DeviceMemory | None]:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the context is made
         torch.use_deterministic_algorithms(True)
     _, _, number = wanted.partition(":")
+    before = read_gpu(int(number or 0))  # the driver's count, before this process holds anything
     cuda = open_cuda(int(number or 0))
     vram = recipe.memory.vram
-    device = CudaDevice(cuda, ceiling_bytes=vram if isinstance(vram, int) else None)
+    device = CudaDevice(
+        cuda,
+        ceiling_bytes=vram if isinstance(vram, int) else None,
+        free_before_bytes=None if before is None else before.free_bytes,
+    )
     free, taken = vram_free_bytes(cuda)
     name = device_name(cuda)
     return device, name, DeviceMemory(total_bytes=free + taken, free_bytes=free + device.context_bytes, name=name)

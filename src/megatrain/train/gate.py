@@ -64,6 +64,11 @@ class UnitGate:
             self._no_more = True
             self._changed.notify_all()
 
+    def more_updates(self) -> None:
+        """Training goes on after `no_more_updates`."""
+        with self._changed:
+            self._no_more = False
+
     @contextmanager
     def standing(self) -> Iterator[None]:
         """Time in here counts as time that training stood still for the saver, once however many wait."""

@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from megatrain.train.export import export_bytes, export_run
 from megatrain.train.failure import error_object, machine_error
 from megatrain.train.manifest import Damaged
 from megatrain.train.prospect import Prospect, look_ahead
+from megatrain.train.replan import train_through
 from megatrain.train.resume import Start, check_same_run, decide
 from megatrain.train.run import Run
 from megatrain.train.rundir import RunDir
@@ -104,28 +106,39 @@ class Session:
         self._check_disk(run, start=start, left=prospect.total_steps - state.step)
         self._take_folder(start, origin=origin)
         with self._journal(state, start=start, resumed=origin is not None) as journal:
-            self._trainer = Trainer(
-                run,
+            run = train_through(
+                prospect,
+                run=run,
                 state=state,
-                total_steps=prospect.total_steps,
-                journal=journal,
-                checkpoints=CheckpointWriter(
-                    self.rundir.checkpoints,
-                    store=run.store,
-                    identity=prospect.identity,
-                    keep=self.recipe.output.keep,
-                    console=self._console,
-                    stop=self._stop,
-                ),
+                make=partial(self._make_trainer, journal=journal),
+                console=self._console,
                 stop=self._stop,
             )
-            self._trainer.train()
         if self.recipe.output.export:
             self._console.phase(f"exporting to {self.rundir.model}")
             export_run(run, out=self.rundir.model, dtype=self.recipe.output.export_dtype)
         run.device.synchronize()
         run.worker.close()
         run.store.close()
+
+    def _make_trainer(self, prospect: Prospect, run: Run, state: TrainState, *, journal: Journal) -> Trainer:
+        self._run = run
+        self._trainer = Trainer(
+            run,
+            state=state,
+            total_steps=prospect.total_steps,
+            journal=journal,
+            checkpoints=CheckpointWriter(
+                self.rundir.checkpoints,
+                store=run.store,
+                identity=prospect.identity,
+                keep=self.recipe.output.keep,
+                console=self._console,
+                stop=self._stop,
+            ),
+            stop=self._stop,
+        )
+        return self._trainer
 
     def _build(self, prospect: Prospect, *, start: Start) -> tuple[Run, TrainState, Checkpoint | None]:
         """The run with its weights in memory, and where it stands."""
