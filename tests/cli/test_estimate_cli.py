@@ -15,6 +15,7 @@ from megatrain.cli import estimate_command
 from megatrain.errors import ModelError, UsageError
 from megatrain.model.user_cache import cache_folder
 from megatrain.recipe import load_recipe
+from megatrain.train import machine
 from megatrain.train.build import plan_run, read_config
 
 CONFIG = {
@@ -132,6 +133,23 @@ def test_disk_of_every_kept_checkpoint(folder: Path, capsys: pytest.CaptureFixtu
     assert "checkpoints kept" not in once
     assert often["checkpoints kept"] == 3 * once["checkpoint being written"]
     assert "exported model" not in often
+
+
+def test_a_disk_without_room_for_a_checkpoint_does_not_fit(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = ("train.save_every=10", "output.keep=3")
+    one = estimated(capsys, folder)["disk"]["total_bytes"]
+    monkeypatch.setattr(machine, "disk_free", lambda path: one)
+    some = estimated(capsys, folder, *often)
+    assert some["fits"] is True
+    assert any("lower output.keep" in line for line in some["advice"])
+    monkeypatch.setattr(machine, "disk_free", lambda path: one - 1)
+    none = estimated(capsys, folder, *often)
+    assert (none["fits"], none["exit_code"]) == (False, 3)
+    assert any("of disk are needed" in line for line in none["advice"])
+    elsewhere = estimated(capsys, folder, *often, host="8GiB")
+    assert elsewhere["fits"] is True
 
 
 def test_the_largest_that_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from megatrain.plan.hardware import HostMemory, Limit
 from megatrain.plan.job import Job
 from megatrain.plan.largest import find_largest, scaled
 from megatrain.plan.memory import decide
-from megatrain.plan.preflight import disk_shortage, page_lock_warning
+from megatrain.plan.preflight import disk_shortage, disk_suffices, page_lock_warning
 from plan.jobs import GIB, SEVEN_B, TINY, job, limits
 
 
@@ -149,6 +149,10 @@ def test_disk_holds_every_kept_checkpoint_the_one_being_written_and_the_export()
     assert short is not None
     assert "100.00 GiB are free" in short
     assert "checkpoints kept 170." in short
+    assert "the oldest checkpoint goes" in short
+    assert disk_suffices(table, free=100 * GIB)
+    assert not disk_suffices(table, free=one)
+    assert "the oldest" not in str(disk_shortage(table, free=one))
 
 
 @pytest.mark.parametrize(("keep", "saves", "beside"), [(2, 1, 0), (2, 2, 1), (2, 9, 2), (2, None, 2), (1, None, 1)])

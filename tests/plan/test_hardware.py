@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.plan.hardware import UNLIMITED, HostMemory, Limit, read_host_memory
+from megatrain.plan.hardware import UNLIMITED, HostMemory, Limit, read_host_memory, read_page_lock
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -213,6 +213,22 @@ def test_this_machine_can_be_read() -> None:
     memory = read_host_memory()
     assert 0 < memory.process_bytes < memory.limit.bytes
     assert memory.available.bytes <= memory.limit.bytes
+
+
+def test_wsl2_locks_half_of_its_memory_or_what_rlimit_says(machine: Machine) -> None:
+    def read() -> Limit | None:
+        return read_page_lock(root=machine.root, rlimit=lambda which: machine.rlimits.get(which, UNLIMITED))
+
+    machine.write("proc/version", "Linux version 6.8.0-generic (buildd@host)\n")
+    machine.rlimits[resource.RLIMIT_MEMLOCK] = 64 << 10
+    assert read() is None  # the driver of a real machine does not ask
+    machine.write("proc/version", "Linux version 5.15.153.1-microsoft-standard-WSL2 (root@host)\n")
+    assert read() == Limit(64 << 10, "RLIMIT_MEMLOCK under WSL2")
+    machine.rlimits.clear()
+    half = read()
+    assert half is not None
+    assert half.bytes == 32 * GIB
+    assert "WSL2" in half.source
 
 
 def test_the_soft_limit_of_this_process_is_what_is_asked(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from megatrain.model.sizes_types import ModelSizes
 from megatrain.plan.accounting import checkpoint_bytes
 
+KEPT = "checkpoints kept"
+
 
 def disk_bytes(sizes: ModelSizes, *, moment_bytes: int, checkpoints: int, export_param_bytes: int) -> dict[str, int]:
     """By purpose. checkpoints: complete ones beside the one being written. export_param_bytes: 0 for no export."""
     one = checkpoint_bytes(sizes, moment_bytes=moment_bytes)
     table = {"checkpoint being written": one}
     if checkpoints:
-        table["checkpoints kept"] = checkpoints * one
+        table[KEPT] = checkpoints * one
     if export_param_bytes:
         table["exported model"] = export_param_bytes * sizes.params_total
     return table

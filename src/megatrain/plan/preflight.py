@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatrain.plan.accounting import MemoryPlan
+from megatrain.plan.disk import KEPT
 from megatrain.plan.job import Job
 from megatrain.plan.words import gib
 
@@ -21,9 +22,17 @@ def page_lock_warning(plan: MemoryPlan, *, job: Job) -> str | None:
 
 
 def disk_shortage(disk: Mapping[str, int], *, free: int) -> str | None:
-    """None where there is room."""
+    """What is missing for everything that `disk_bytes` lists. None where there is room."""
     needed = sum(disk.values())
     if needed <= free:
         return None
     purposes = ", ".join(f"{name} {gib(size)}" for name, size in disk.items())
-    return f"{gib(needed)} of disk are needed and {gib(free)} are free: {purposes}"
+    said = f"{gib(needed)} of disk are needed and {gib(free)} are free: {purposes}"
+    if disk_suffices(disk, free=free):
+        return f"{said}; the oldest checkpoint goes before a new one is written (or lower output.keep)"
+    return said
+
+
+def disk_suffices(disk: Mapping[str, int], *, free: int) -> bool:
+    """Whether a run can end: one checkpoint and the export. Older checkpoints make room where there is none."""
+    return sum(size for purpose, size in disk.items() if purpose != KEPT) <= free

@@ -14,7 +14,7 @@ from megatrain.plan.explain import explain
 from megatrain.plan.job import MOMENT_BYTES, Job, Settings
 from megatrain.plan.largest import Largest, find_largest
 from megatrain.plan.memory import unavailable
-from megatrain.plan.preflight import disk_shortage, page_lock_warning
+from megatrain.plan.preflight import disk_shortage, disk_suffices, page_lock_warning
 from megatrain.plan.refusal import shortage
 from megatrain.plan.speed import SpeedEstimate, estimate
 from megatrain.recipe import Recipe
@@ -37,7 +37,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        return self.plan.fits and self.disk_trouble is None
+        enough = self.machine.elsewhere or disk_suffices(self.disk, free=self.machine.disk_free_bytes)
+        return self.plan.fits and enough
 
     @property
     def disk_trouble(self) -> str | None:

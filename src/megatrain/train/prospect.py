@@ -13,6 +13,8 @@ from megatrain.errors import DoesNotFit, UsageError
 from megatrain.model.config_values import vocabulary
 from megatrain.optim.lr import warmup_steps
 from megatrain.plan.accounting import MemoryPlan
+from megatrain.plan.explain import explain
+from megatrain.plan.preflight import page_lock_warning
 from megatrain.recipe import Recipe
 from megatrain.report.console import Console
 from megatrain.report.process import versions
@@ -140,12 +142,18 @@ def _describe(prospect: Prospect, *, start: Start, console: Console) -> None:
         f"{len(train):,} documents, {train.token_count:,} tokens ({train.supervised_count:,} supervised), "
         f"{steps} steps of {prospect.recipe.train.batch_size} sequences"
     )
+    planned = prospect.planned
     console.note(
-        f"{prospect.planned.device_name}: micro-batches of {plan.micro_batch}, {plan.slots} weight slots, "
+        f"{planned.device_name}: micro-batches of {plan.micro_batch}, {plan.slots} weight slots, "
         f"activations on the {plan.activations}, {plan.threads} optimizer threads, "
         f"{format_size(plan.host_total)} of host memory"
         + (f", {format_size(plan.device_total)} of VRAM" if not plan.on_cpu else "")
     )
+    for sentence in explain(plan, job=planned.job):
+        console.note(sentence)
+    slower = page_lock_warning(plan, job=planned.job)
+    if slower is not None:
+        console.warn(slower)
     if start.candidates and start.candidates[0].manifest.identity.total_steps != steps:
         before = start.candidates[0].manifest.identity.total_steps
         console.note(f"the run now has {steps} steps (was {before}); the learning rate follows the new total")
