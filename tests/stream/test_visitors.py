@@ -10,7 +10,7 @@ from timeline import Race, TimelineDevice
 from torch import Tensor
 
 from megatrain.host.visit import Visit
-from megatrain.stream.device import CpuDevice, StreamName
+from megatrain.stream.device import CpuDevice, Event, StreamName
 from megatrain.stream.visitors import Visitors, state_name
 
 COUNT, PLACES = 7, 3
@@ -44,6 +44,21 @@ def test_everything_comes_home_updated() -> None:
         assert torch.equal(weights, torch.full_like(weights, 1.0 - 2 * i))
         assert torch.equal(moment, torch.full_like(moment, float(i)))
         assert torch.equal(grad, torch.full_like(grad, float(i)))
+
+
+def test_a_visit_is_timed_from_its_way_in_to_its_way_out_whenever_somebody_asks() -> None:
+    marks: list[StreamName] = []
+
+    class Watched(CpuDevice):
+        def mark(self, *, on: StreamName) -> Event:
+            marks.append(on)
+            return super().mark(on=on)
+
+    visitors = Visitors(Watched(), places=PLACES)
+    visitors.start([Visit((w, m), (g,), halve) for w, m, g in state()])
+    assert marks == [StreamName.VISIT_IN, StreamName.VISIT_OUT]
+    visitors.finish()
+    assert len(marks) == 2
 
 
 def test_without_visits_there_is_nothing_to_wait_for() -> None:

@@ -57,23 +57,25 @@ class Visitors:
         self._device = device
         self._places = [_Place(f"visitor{i}", device=device) for i in range(places)]
         self._next = 0
-        self._began: Event | None = None
         self._last: _Place | None = None
+        self._span: tuple[Event, Event] | None = None
 
     def start(self, visits: Sequence[Visit]) -> None:
         """Enqueue the visits; their tensors belong to the device until `finish`."""
-        self._began, self._last = self._device.mark(on=StreamName.VISIT_IN), None
+        began, self._last = self._device.mark(on=StreamName.VISIT_IN), None
         for visit in visits:
             self._visit(visit)
+        # marked now: a mark set in `finish` would only say when the caller had time to ask
+        self._span = began, self._device.mark(on=StreamName.VISIT_OUT)
 
     def finish(self) -> float:
         """Wait until all are home. Returns the seconds they took, from the first copy in to the last one out."""
-        if self._last is None or self._began is None:
+        if self._last is None or self._span is None:
             return 0.0
-        ended = self._device.mark(on=StreamName.VISIT_OUT)
+        began, ended = self._span
         self._device.host_wait(self._last.home, keeps="no use before it is home")
         self._device.host_wait(ended, keeps="no use before it is home")
-        return self._device.elapsed_s(self._began, end=ended)
+        return self._device.elapsed_s(began, end=ended)
 
     def _visit(self, visit: Visit) -> None:
         place = self._places[self._next]
