@@ -23,6 +23,8 @@ def planned() -> Any:
         on_cpu=False,
         activations="device",
         head_chunk=4096,
+        device={"weight slots": 17 * GIB},
+        host={"gradients": 49 * GIB},
         device_total=17 * GIB,
         host_total=49 * GIB,
     )
@@ -78,6 +80,7 @@ def test_the_row_that_was_measured_on_an_h200() -> None:
     assert found.send_bytes_per_s is None
     assert found.losses == (None, 12.0, 12.0, 12.0)  # JSON has no NaN
     assert found.vram_peak_bytes == 16 * GIB
+    assert found.to_dict()["vram_planned"] == {"weight slots": 17 * GIB}
 
 
 def test_padding_counts_for_nothing() -> None:

@@ -89,8 +89,10 @@ class BenchReport:
     vram_peak_bytes: int
     vram_driver_bytes: int | None  # the driver's count for this process after the last step
     vram_planned_bytes: int
+    vram_planned: dict[str, int]  # by purpose
     host_peak_bytes: int
     host_planned_bytes: int
+    host_planned: dict[str, int]
     host_bytes_per_parameter: float
     losses: tuple[float | None, ...]
 
@@ -202,8 +204,10 @@ def _memory(planned: Planned) -> dict[str, Any]:
         "vram_peak_bytes": max(planned.device.memory_peak_bytes(), driver or 0),
         "vram_driver_bytes": driver,
         "vram_planned_bytes": planned.plan.device_total,
+        "vram_planned": planned.plan.device,
         "host_peak_bytes": host,
         "host_planned_bytes": planned.plan.host_total,
+        "host_planned": planned.plan.host,
         "host_bytes_per_parameter": host / planned.model.sizes.params_total,
     }
 
