@@ -41,13 +41,13 @@ PHASES = (
     "saved",
     "exporting",
 )
-FAULTS = (  # of the disk, and whether the run should outlive them; {} is a random call
-    ("pwritev:ENOSPC:{}:1:/checkpoints/", True),
-    ("pwritev:EDQUOT:{}:2:/checkpoints/", True),
-    ("fsync:EIO:{}:1:/checkpoints/", True),
-    ("pwrite:ENOSPC:{}:3:metrics.jsonl", True),
-    ("pwritev:ENOSPC:{}:inf:/checkpoints/", False),
-    ("pwritev:0.02:1:inf:/checkpoints/", True),
+FAULTS = (  # of the disk; {} is a random call
+    "pwritev:ENOSPC:{}:1:/checkpoints/",
+    "pwritev:EDQUOT:{}:2:/checkpoints/",
+    "fsync:EIO:{}:1:/checkpoints/",
+    "pwrite:ENOSPC:{}:3:metrics.jsonl",
+    "pwritev:ENOSPC:{}:inf:/checkpoints/",
+    "pwritev:0.02:1:inf:/checkpoints/",
 )
 SAVE_EVERY = 2
 
@@ -184,7 +184,7 @@ class Chaos:
         self._temporary = folder / "temporary"
         for path in (folder / "whole", self._temporary):
             path.mkdir()
-        process = start(write_recipe(folder / "whole", rows=self._rows))
+        process = self._start(write_recipe(folder / "whole", rows=self._rows))
         _, err = process.communicate()
         assert process.returncode == 0, err
 
@@ -201,7 +201,7 @@ class Chaos:
         for _ in range(self._draw.randint(5, 12)):
             if not self._disturb(recipe, run=work / "run"):
                 break
-        process = Forked(recipe, faults=(), temporary=self._temporary) if self._forks else start(recipe)
+        process = self._start(recipe)
         _, err = process.communicate()
         self.tally.rounds += 1
         if process.returncode == 0:
@@ -213,11 +213,7 @@ class Chaos:
         """One process that is killed, mostly; False when it was done before."""
         fault = self._fault()
         faults = [fault] if fault else []
-        process: subprocess.Popen[str] | Forked
-        if self._draw.random() < self._forks:
-            process = Forked(recipe, faults=faults, temporary=self._temporary)
-        else:
-            process = start(recipe, faults=faults, temporary=self._temporary)
+        process = self._start(recipe, faults=faults)
         signum = self._draw.choice(SIGNALS)
         said = self._wait_for_the_moment(process)
         running = process.poll() is None
@@ -244,11 +240,15 @@ class Chaos:
             self._damage(run)
         return True
 
+    def _start(self, recipe: Path, *, faults: Sequence[str] = ()) -> subprocess.Popen[str] | Forked:
+        if self._draw.random() < self._forks:
+            return Forked(recipe, faults=faults, temporary=self._temporary)
+        return start(recipe, faults=faults, temporary=self._temporary)
+
     def _fault(self) -> str | None:
         if self._draw.random() < 0.7:
             return None
-        text, _ = self._draw.choice(FAULTS)
-        return text.format(self._draw.randint(1, 60))
+        return self._draw.choice(FAULTS).format(self._draw.randint(1, 60))
 
     def _wait_for_the_moment(self, process: subprocess.Popen[str] | Forked) -> str:
         """A random time, or a little after a phase began. Returns what was read of stderr."""

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -189,8 +190,47 @@ def test_the_second_signal_stops_it_within_two_seconds(tmp_path: Path, recipe: P
 
 
 @pytest.mark.slow
+def test_a_signal_while_a_checkpoint_is_read_changes_nothing(tmp_path: Path, recipe: Path, undisturbed: Path) -> None:
+    process = start(recipe)
+    read_until(process, "saved")
+    process.kill()
+    process.communicate()
+    for phase in ("resuming", "taking memory"):
+        process = start(recipe)
+        read_until(process, phase)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 143, err
+    process = start(recipe)
+    _, err = process.communicate()
+    assert process.returncode == 0, err
+    assert weights(tmp_path / "run") == weights(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_signal_while_a_long_data_set_is_tokenised(tmp_path: Path) -> None:
+    """Far more rows than can be tokenised until it comes."""
+    rows = write_rows(tmp_path / "rows.jsonl", words=[f"word{n}" for n in range(300_000)])
+    process = start(write_recipe(tmp_path, rows=rows), "--json")
+    read_until(process, "reading and tokenising")
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    begin_s = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, json.loads(out)["status"]) == (130, "interrupted"), err
+    assert time.monotonic() - begin_s < 15
+
+
+def test_a_few_random_kills() -> None:
+    """A taste of what tests/train/chaos.py does at length; its processes are forks, which have their imports."""
+    command = [sys.executable, str(Path(__file__).with_name("chaos.py")), "--kills", "2", "--seed", "7", "--forks", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
 def test_random_kills(tmp_path: Path) -> None:
-    """A sample of what tests/train/chaos.py does at length."""
+    """The same with whole processes."""
     tally = Chaos(tmp_path, seed=3, span_s=6.0, forks=0).run(8)
     assert not tally.problems
     assert sum(tally.kills.values()) >= 8

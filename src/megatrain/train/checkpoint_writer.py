@@ -59,10 +59,12 @@ class CheckpointWriter:
         keep: int,
         console: Console,
         stop: StopFlag,
-        retry_waits_s: Sequence[float] = RETRY_WAITS_S,
+        retry_waits_s: Sequence[float] | None = None,
     ) -> None:
+        """retry_waits_s: RETRY_WAITS_S unless given."""
         self._folder, self._store, self._identity, self._keep = folder, store, identity, keep
-        self._console, self._stop, self._retry_waits_s = console, stop, retry_waits_s
+        self._console, self._stop = console, stop
+        self._retry_waits_s = RETRY_WAITS_S if retry_waits_s is None else retry_waits_s
         self._bytes_per_s: float | None = None  # of the last checkpoint, for the expected time of the next
 
     @property
