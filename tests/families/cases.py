@@ -26,7 +26,11 @@ from megatrain.model.batch import IGNORE, MicroBatch
 TIES = 1e-7
 """Tied weights with several micro-batches: the sum is taken in another order."""
 CHUNKED = 5e-7
-"""A head in chunks: sums over tokens in another order; relative to the tensor's largest element if that is over 1."""
+"""A head in chunks or slices: sums over tokens or entries in another order; relative to the tensor's largest element
+if that is over 1."""
+SLICED_FURTHER = {"gemma4_text": 1e-6}
+"""Variants whose layers amplify the head's rounding: 6.9e-7 was measured in slices, and in chunks of two micro-batches
+6.3e-7."""
 CHUNK = 7
 APART = 1e-6
 """Packed against apart: other shapes, other kernels."""
@@ -112,6 +116,7 @@ def all_cases() -> list[Case]:
     for variant in VARIANTS:
         modes = ["plain", "packed", "micro-batches", "training", "padded", "chunked", "bf16", "isolation"]
         modes += ["kept", "kept-training"]  # graphs kept instead of a recompute
+        modes += ["sliced"]  # the head in slices, the embedding as rows
         if variant not in EAGER_ONLY:
             modes += ["eager", "packed-eager"]
         if variant in ROUTER_LOSS:
@@ -137,31 +142,35 @@ def run_case(case: Case) -> dict[str, float]:
     model = reference_model(config, attention=attention, dtype=dtype, training=training)
     if case.mode == "bf16" and case.variant in RELOADED:
         model = _reloaded(model, attention=attention)
-    streamed = Streamed(model, config=config, attention=attention, dtype=dtype, training=training)
+    slices = 3 if case.mode == "sliced" else 0
+    streamed = Streamed(model, config=config, attention=attention, dtype=dtype, training=training, slices=slices)
     batches = make_batches(
-        3 if case.mode == "micro-batches" else 1,
+        {"micro-batches": 3, "sliced": 2}.get(case.mode, 1),
         packed=case.mode.startswith("packed"),
         padded=case.mode == "padded",
     )
     torch.manual_seed(7)
     theirs = run_reference(model, batches)
     torch.manual_seed(7)
-    chunk = CHUNK if case.mode == "chunked" else WHOLE
+    chunk = CHUNK if case.mode in ("chunked", "sliced") else WHOLE
     ours = streamed.step(batches, chunk=chunk, keep_graphs="kept" in case.mode)
     assert bool(torch.isfinite(theirs.loss))
     assert len(theirs.gradients) > 10
-    return _beyond(case.mode, differences(ours, theirs), theirs=theirs, streamed=streamed)
+    bound = SLICED_FURTHER.get(case.variant, CHUNKED) if case.mode == "sliced" else CHUNKED
+    return _beyond(case.mode, differences(ours, theirs), theirs=theirs, streamed=streamed, bound=bound)
 
 
-def _beyond(mode: str, found: dict[str, float], *, theirs: Result, streamed: Streamed) -> dict[str, float]:
-    """What the contract does not allow among the differences that were found."""
+def _beyond(
+    mode: str, found: dict[str, float], *, theirs: Result, streamed: Streamed, bound: float = CHUNKED
+) -> dict[str, float]:
+    """What the contract does not allow among the differences that were found. bound: of a head in chunks or slices."""
     if mode.endswith("micro-batches"):
         tied = _tied(streamed)
         return {n: d for n, d in found.items() if n not in tied or not d <= TIES}
-    if mode == "chunked":
+    if mode in ("chunked", "sliced"):
         sizes = {n: max(1.0, float(g.abs().max())) for n, g in theirs.gradients.items()}
         sizes["loss"] = max(1.0, float(theirs.loss))
-        return {n: d for n, d in found.items() if not d <= CHUNKED * sizes[n]}
+        return {n: d for n, d in found.items() if not d <= bound * sizes[n]}
     return found
 
 

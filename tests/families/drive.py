@@ -19,8 +19,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.model.anatomy import Unit
 from megatrain.model.batch import IGNORE, MicroBatch
+from megatrain.model.passes import Pass
 from megatrain.model.skeleton import ModelSpec
+from megatrain.model.sliced_tail import HeadSlice, SliceGradient
 from megatrain.model.streamed import StreamedModel
+from megatrain.model.tail import Accumulate
 
 WHOLE = 1 << 30  # a head chunk larger than any batch: Hugging Face's own arithmetic
 
@@ -165,7 +168,9 @@ class Streamed:
         packing: bool = False,
         device: str = "cpu",
         rng: Any = None,
+        slices: int = 0,
     ) -> None:
+        """slices: of the head, in `step`; the embedding then comes as rows."""
         spec = ModelSpec(copy.deepcopy(config), attention, dtype, training, compile)
         self.device = torch.device(device)
         self.model = StreamedModel.build(spec, rng=rng or CpuRng())
@@ -178,10 +183,11 @@ class Streamed:
         size = max(unit.layout.nbytes for unit in anatomy.layers)
         self.slots = [_nan(size).to(self.device), _nan(size).to(self.device)]
         self.model.outer_buffers_to(self.device)
-        self.model.bind_outer(
-            stem=anatomy.stem.layout.views(self.blocks[anatomy.stem.index]),
-            tail=anatomy.tail.layout.views(self.blocks[anatomy.tail.index]),
-        )
+        stem = anatomy.stem.layout.views(self.blocks[anatomy.stem.index])
+        tail = anatomy.tail.layout.views(self.blocks[anatomy.tail.index])
+        self.ends = Slices(self.model, stem=stem, tail=tail, count=slices) if slices else None
+        if self.ends is None:
+            self.model.bind_outer(stem=stem, tail=tail)
 
     def step(self, batches: Sequence[MicroBatch], *, chunk: int = WHOLE, keep_graphs: bool = False) -> Result:
         """keep_graphs: no layer is recomputed; weights then stay, each layer's in a block of its own."""
@@ -190,8 +196,11 @@ class Streamed:
         result = Result(torch.zeros((), device=self.device))
 
         def accumulate(name: str, gradient: Tensor) -> None:
-            result.add(name.partition(":")[2], gradient)
+            canonical = name.partition(":")[2]
+            result.add(canonical, gradient if self.ends is None else self.ends.whole(canonical, gradient))
 
+        if self.ends is not None:
+            self.ends.begin(batches)
         passes = []
         for batch in batches:
             documents = self.model.documents(batch)  # before the batch leaves the CPU
@@ -204,7 +213,10 @@ class Streamed:
             self._release(i)
         result.aux = self.model.aux_loss(passes, grad=True)
         slopes = []
-        for p, kept in zip(passes, stored, strict=True):
+        if self.ends is not None:
+            hidden = [kept[-1] for kept in stored]
+            slopes = self.ends.tails(passes, hidden, denominator, chunk=chunk, result=result, accumulate=accumulate)
+        for p, kept in zip(passes, stored, strict=True) if self.ends is None else ():
             out = p.tail(kept[-1], denominator=denominator, chunk=chunk, grad=True, accumulate=accumulate)
             result.loss = result.loss + out.loss
             assert out.hidden_grad is not None
@@ -243,6 +255,82 @@ class Streamed:
 
     def _release(self, layer: int) -> None:
         self.slots[layer % 2].fill_(255)  # see _nan
+
+
+class Slices:
+    """The head in slices and the embedding as rows, each slice in a block that is NaN before and after."""
+
+    def __init__(self, model: StreamedModel, *, stem: dict[str, Tensor], tail: dict[str, Tensor], count: int) -> None:
+        slicing = model.slicing
+        assert slicing is not None
+        self.slicing = slicing
+        self.head = (stem if slicing.tied else tail)[slicing.head.name]
+        self.embedding = stem[slicing.embedding.name]
+        self.rows = torch.full_like(self.embedding, torch.nan)
+        self.bound = model.bind_sliced(
+            stem={n: t for n, t in stem.items() if n != slicing.embedding.name},
+            tail={n: t for n, t in tail.items() if n != slicing.head.name},
+            rows=self.rows,
+        )
+        height = -(-len(self.head) // count)
+        self.spans = [slice(at, min(at + height, len(self.head))) for at in range(0, len(self.head), height)]
+
+    def begin(self, batches: Sequence[MicroBatch]) -> None:
+        """Give the model the rows that the batches read."""
+        self.ids = torch.cat([batch.input_ids.flatten() for batch in batches]).unique()
+        self.rows.fill_(torch.nan)[: len(self.ids)] = self.embedding[self.ids]
+        table = torch.full((len(self.embedding),), -1)
+        table[self.ids] = torch.arange(len(self.ids))
+        padding = None if self.slicing.padding is None else int(table[self.slicing.padding])
+        self.bound.look_up(table, padding=None if padding == -1 else padding)
+
+    def whole(self, name: str, gradient: Tensor) -> Tensor:
+        """A gradient in the shape of the parameter: that of the embedding comes as rows."""
+        if name != self.slicing.embedding.name:
+            return gradient
+        full = torch.zeros_like(self.embedding)
+        full[self.ids] = gradient[: len(self.ids)]
+        return full
+
+    def tails(
+        self,
+        passes: Sequence[Pass],
+        hidden: Sequence[Tensor],
+        denominator: int,
+        *,
+        chunk: int,
+        result: Result,
+        accumulate: Accumulate,
+    ) -> list[Tensor]:
+        """Both sweeps over the vocabulary; the gradients of the hidden states."""
+        tails = [p.sliced_tail(h, denominator=denominator, chunk=chunk) for p, h in zip(passes, hidden, strict=True)]
+        for span in self.spans:
+            piece = self._piece(span)
+            for tail in tails:
+                tail.measure(piece)
+            piece.weight.data.fill_(torch.nan)
+        for tail in tails:
+            result.loss = result.loss + tail.loss()
+        for span in reversed(self.spans):
+            piece = self._piece(span)
+            for tail in tails:
+                tail.differentiate(
+                    piece, accumulate=accumulate, accumulate_slice=lambda g, at=span: self._add(result, at, g)
+                )
+            piece.weight.data.fill_(torch.nan)
+        return [tail.hidden_grad() for tail in tails]
+
+    def _piece(self, span: slice) -> HeadSlice:
+        return self.bound.slice_at(span.start, self.head[span].clone())
+
+    def _add(self, result: Result, span: slice, gradient: SliceGradient) -> None:
+        full = torch.zeros_like(self.head)
+        full[span] = gradient.weight
+        result.add(self.slicing.head.name, full)
+        if self.slicing.bias is not None:
+            bias = torch.zeros(len(self.head), dtype=self.head.dtype)
+            bias[span] = gradient.bias
+            result.add(self.slicing.bias.name, bias)
 
 
 def _refuse(name: str, gradient: Tensor) -> None:

@@ -16,7 +16,7 @@ def test_the_number_of_cases() -> None:
     assert len(EAGER_ONLY) == 9
     assert len(ROUTER_LOSS) == 18
     assert len(DROPOUT) == 14
-    assert len(CASES) == 90 * 10 + 81 * 2 + 18 * 3 + (3 * 14 - 1)
+    assert len(CASES) == 90 * 11 + 81 * 2 + 18 * 3 + (3 * 14 - 1)
     assert set(DEFAULT) <= set(VARIANTS)
 
 

@@ -90,6 +90,7 @@ def store() -> Iterator[HostStore]:
     """One arena for every run of this file: page-locking it is what takes time."""
     model = StreamedModel.build(ModelSpec(CONFIG, "sdpa", torch.bfloat16, True, False), rng=_open(CudaDevice).rng)
     rows = 8 * LAYERS * MICRO_BATCHES * footprint(INPUT_BYTES, pinned=True) * 2
+    rows += 16 * footprint(CONFIG.vocab_size * CONFIG.hidden_size * 2, pinned=True)  # of the embedding
     made = HostStore.allocate(model.anatomy, pin=True, threads=8, extra_pinned_bytes=rows)
     yield made
     torch.cuda.synchronize()
@@ -103,7 +104,14 @@ def _open(kind: type[CudaDevice]) -> CudaDevice:
 
 
 def run(
-    store: HostStore, device: CudaDevice, *, slots: int, loads: int, resident: int = 0, kept: int = 0
+    store: HostStore,
+    device: CudaDevice,
+    *,
+    slots: int,
+    loads: int,
+    resident: int = 0,
+    kept: int = 0,
+    head_slices: int = 0,
 ) -> tuple[list[tuple[float, float]], Tensor]:
     """(loss, norm) of each step, and all gradients, weights and moments at the end as one checksum vector."""
     for host in store.units:
@@ -122,7 +130,18 @@ def run(
         device_kernel=DeviceKernel(CudaKernel(SOURCE.read_text(), name=NAME, device=device.torch_device)),
     )
     worker = OptimizerWorker(optimizer, store=store)
-    geometry = Geometry(MICRO_BATCHES, slots, 2, loads, 256, INPUT_BYTES, resident=resident, kept=kept)
+    geometry = Geometry(
+        MICRO_BATCHES,
+        slots,
+        2,
+        loads,
+        head_chunk=48 if head_slices else 256,
+        input_bytes=INPUT_BYTES,
+        resident=resident,
+        kept=kept,
+        head_slices=head_slices,
+        embedding_rows=CONFIG.vocab_size if head_slices else 0,
+    )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=worker, poison=True)
     numbers = []
     for step in range(STEPS):
@@ -184,7 +203,35 @@ def test_a_lagging_stream_changes_no_bit(
     assert torch.equal(sums, serial[1])
 
 
-def test_a_step_neither_synchronises_nor_allocates(store: HostStore) -> None:
+@pytest.fixture(scope="module")
+def serial_slices(store: HostStore) -> tuple[list[tuple[float, float]], Tensor]:
+    return run(store, _open(SerialDevice), slots=2, loads=0, head_slices=4)
+
+
+@pytest.mark.parametrize("lagging", [None, StreamName.FETCH, StreamName.SEND, StreamName.COMPUTE])
+def test_overlap_of_slices_changes_no_bit(
+    store: HostStore, serial_slices: tuple[list[tuple[float, float]], Tensor], lagging: StreamName | None
+) -> None:
+    device = _open(CudaDevice if lagging is None else LaggingDevice)
+    if isinstance(device, LaggingDevice):
+        assert lagging is not None
+        device.lagging = lagging
+    numbers, sums = run(store, device, slots=2, loads=2, head_slices=4)
+    assert numbers == serial_slices[0]
+    assert torch.equal(sums, serial_slices[1])
+
+
+def test_slices_are_within_the_noise_of_bf16(
+    serial: tuple[list[tuple[float, float]], Tensor], serial_slices: tuple[list[tuple[float, float]], Tensor]
+) -> None:
+    """The logits and slopes of a slice are rounded to bf16 as those of the whole head are; their sums are fp32."""
+    for (loss, norm), (expected_loss, expected_norm) in zip(serial_slices[0], serial[0], strict=True):
+        assert loss == pytest.approx(expected_loss, rel=2**-9)
+        assert norm == pytest.approx(expected_norm, rel=2**-7)
+
+
+@pytest.mark.parametrize("head_slices", [0, 4])
+def test_a_step_neither_synchronises_nor_allocates(store: HostStore, head_slices: int) -> None:
     """Sync-debug mode raises on any hidden synchronisation; the pool must not grow after the second step."""
     device = _open(CudaDevice)
     model = StreamedModel.build(ModelSpec(CONFIG, VARLEN, torch.bfloat16, True, False), rng=device.rng)
@@ -195,7 +242,16 @@ def test_a_step_neither_synchronises_nor_allocates(store: HostStore) -> None:
 
         def wait_updated(self, unit: int) -> None: ...
 
-    geometry = Geometry(MICRO_BATCHES, 2, 2, 2, head_chunk=256, input_bytes=INPUT_BYTES)
+    geometry = Geometry(
+        MICRO_BATCHES,
+        2,
+        2,
+        2,
+        head_chunk=48 if head_slices else 256,
+        input_bytes=INPUT_BYTES,
+        head_slices=head_slices,
+        embedding_rows=CONFIG.vocab_size if head_slices else 0,
+    )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=Done())
     for step in range(2):
         executor.train_step(batches(step), seed=step).result()

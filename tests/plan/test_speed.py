@@ -26,6 +26,8 @@ class Cut:
     slots: int = 2
     resident: int = 0
     kept: int = 0
+    head_slices: int = 0
+    embedding_rows: int = 0
 
 
 def unit(name: str, elems: int, params: int) -> UnitSizes:

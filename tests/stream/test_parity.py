@@ -47,10 +47,16 @@ MODELS: dict[str, dict[str, object]] = {
     "qwen3": {"head_dim": 8},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+SPECIAL: dict[str, dict[str, object]] = {
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},  # tied, scaled embedding, soft-cap
+    "gemma3_text": {"head_dim": 8},  # tied, scaled embedding
+    "phi": {},  # a head with a bias
+}
+"""Heads of other kinds, see test_sliced.py."""
 
 
 def config_of(name: str) -> PretrainedConfig:
-    return AutoConfig.for_model(name.split()[0], **{**COMMON, **MODELS[name]})
+    return AutoConfig.for_model(name.split()[0], **{**COMMON, **(MODELS | SPECIAL)[name]})
 
 
 def reference_model(name: str) -> nn.Module:
@@ -106,12 +112,14 @@ class Streamed:
         loads: int = 0,
         resident: int = 0,
         kept: int = 0,
+        head_slices: int = 0,
+        chunk: int = ROWS * LENGTH,
     ) -> None:
         device = CpuDevice()
         spec = ModelSpec(config_of(name), "auto", torch.float32, training=True, compile=False)
         self.model = StreamedModel.build(spec, rng=device.rng)
         input_bytes = ROWS * LENGTH * 32 * 4
-        rows = 4 * micro_batches * footprint(input_bytes, pinned=True)
+        rows = 4 * micro_batches * footprint(input_bytes, pinned=True) + footprint(VOCABULARY * 32 * 4, pinned=True)
         self.store = HostStore.allocate(self.model.anatomy, pin=False, threads=1, extra_pinned_bytes=rows)
         state = dict(weights.named_parameters())
         for host in self.store.units:
@@ -136,10 +144,12 @@ class Streamed:
                 slots,
                 2,
                 loads,
-                head_chunk=ROWS * LENGTH,
+                head_chunk=chunk,
                 input_bytes=input_bytes,
                 resident=resident,
                 kept=kept,
+                head_slices=head_slices,
+                embedding_rows=VOCABULARY if head_slices else 0,
             ),
             updates=self.worker,
             poison=True,

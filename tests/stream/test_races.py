@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from timeline import Race, TimelineDevice, TimelineUpdates
-from toy import B, D, S, ToyModel, toy_batches
+from toy import B, D, S, ToyModel, V, toy_batches
 
 from megatrain.host.arena import footprint
 from megatrain.host.store import HostStore
@@ -35,6 +35,8 @@ class Case:
     behind: bool  # the optimizer lags: every update is waited for instead of being seen done
     resident: int = 0
     kept: int = 0
+    slices: int = 0
+    skips: bool = False  # the first step's update is left out, as for a step that is not finite
 
 
 def cases(*, layers: tuple[int, ...], micro_batches: tuple[int, ...], loads: tuple[int, ...]) -> list[Case]:
@@ -48,6 +50,12 @@ STAYING = [
     for layers, micro_batches, tied, behind in itertools.product((1, 3), (1, 2), (False, True), (False, True))
     for resident, kept in {(1, 0), (2, 1), (layers, 1), (layers + 1, layers), (layers + 2, 0), (layers + 2, layers)}
 ]
+SLICED = [
+    Case(2, micro_batches, 2, grad_buffers, loads, tied, behind, slices=slices, skips=skips)
+    for micro_batches, grad_buffers, loads, tied, behind, slices, skips in itertools.product(
+        (1, 2), (1, 2), (0, 2), (False, True), (False, True), (2, 4), (False, True)
+    )
+]
 ALL = cases(layers=(1, 2, 3, 5), micro_batches=(1, 2, 3), loads=(0, 1, 2))
 
 
@@ -55,7 +63,7 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
     """Two steps with optimizer, each evaluated; the device, the losses, and all weights at the end."""
     device = TimelineDevice(skip=skip)
     model = ToyModel(case.layers, tied=case.tied)
-    rows = case.layers * case.micro_batches * footprint(INPUT_BYTES, pinned=True)
+    rows = case.layers * case.micro_batches * footprint(INPUT_BYTES, pinned=True) + footprint(V * D * 4, pinned=True)
     store = HostStore.allocate(model.anatomy, pin=False, threads=1, extra_pinned_bytes=rows)
     for host in store.units:
         for entry in host.unit.layout.params:
@@ -79,6 +87,8 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
         input_bytes=INPUT_BYTES,
         resident=case.resident,
         kept=case.kept,
+        head_slices=case.slices,
+        embedding_rows=V if case.slices else 0,
     )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=updates, poison=True)
     losses = []
@@ -86,8 +96,9 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
         out = executor.train_step(toy_batches(case.micro_batches, seed=step), seed=step)
         numbers = out.result()
         losses.append(numbers.loss)
-        with device.thread("optimizer"):
-            worker.submit(step + 1, out.gradients, lr=0.1, clip=1.0)
+        if step or not case.skips:
+            with device.thread("optimizer"):
+                worker.submit(step + 1, out.gradients, lr=0.1, clip=1.0)
         total, _ = executor.evaluate(toy_batches(case.micro_batches, seed=STEPS))  # the updates may still be running
         losses.append(total)
     executor.bring_home()
@@ -121,6 +132,18 @@ def test_no_race_where_units_stay_and_no_number_moves() -> None:
         assert torch.equal(weights, expected_weights), case
         fetches = [wait for wait in device.waits if wait.keeps == "no read before load"]
         assert bool(fetches) == (case.resident < case.layers + 2), case
+
+
+@pytest.mark.parametrize("chosen", [SLICED[::5], pytest.param(SLICED, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_no_race_where_the_head_is_sliced(chosen: list[Case]) -> None:
+    for case in chosen:
+        device, losses, weights = run(case)
+        _, expected, expected_weights = run(replace(case, slices=0))
+        assert losses == pytest.approx(expected, rel=1e-5), case
+        assert torch.allclose(
+            weights.view(torch.float32), expected_weights.view(torch.float32), rtol=1e-4, atol=1e-5
+        ), case
+        assert [wait for wait in device.waits if wait.keeps.startswith("no gather")], case
 
 
 def _races(case: Case, *, skip: int) -> bool:
@@ -167,6 +190,8 @@ INVARIANTS = {
     "no read before it is home",
     "no update before the gradient is home",
 }
+OF_ROWS = {"no gather before the rows are fetched", "no gather before the rows are home"}
+"""Where the embedding comes as rows."""
 
 
 def test_every_wait_matters(record_property: Callable[[str, object], None]) -> None:
@@ -174,13 +199,15 @@ def test_every_wait_matters(record_property: Callable[[str, object], None]) -> N
         Case(3, 2, 2, 1, 2, False, False),
         Case(2, 2, 3, 2, 1, True, True),
         Case(4, 2, 2, 1, 0, False, True, resident=2, kept=2),
+        Case(2, 2, 2, 1, 0, False, False, slices=4),
+        Case(2, 1, 2, 2, 0, True, True, slices=4, skips=True),
     ]
     counts = _mutate(chosen, record_property)
-    assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS
+    assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS | OF_ROWS
 
 
 @pytest.mark.slow
 def test_every_wait_of_every_shape(record_property: Callable[[str, object], None]) -> None:
-    counts = _mutate([c for c in ALL if c.layers < 5], record_property)
-    assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS
+    counts = _mutate([c for c in ALL if c.layers < 5] + SLICED, record_property)
+    assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS | OF_ROWS
     assert sum(counts.values()) > 10_000

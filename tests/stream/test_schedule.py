@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from megatrain.stream.schedule import Do, Op, PlanError, StepShape, check, plan_step, show
+from megatrain.stream.schedule import Do, Op, StepShape, plan_step, show
+from megatrain.stream.schedule_check import PlanError, check
 
 
 def shape(

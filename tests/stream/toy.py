@@ -15,6 +15,7 @@ from torch import Tensor
 from megatrain.model.anatomy import Anatomy, Unit
 from megatrain.model.batch import IGNORE, MicroBatch
 from megatrain.model.layout import FlatLayout, TensorSpec
+from megatrain.model.sliced_tail import HeadSlice, SliceableHead, SlicedTail
 
 V, D, B, S = 11, 4, 2, 5
 
@@ -31,6 +32,37 @@ def toy_anatomy(layers: int, *, tied: bool, dtype: torch.dtype = torch.float32) 
 
 
 @dataclass(frozen=True)
+class ToyMatrix:
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class ToySlicing:
+    """What the executor asks of model/slicing.py."""
+
+    head: ToyMatrix
+    embedding: ToyMatrix
+    tied: bool
+    bias: None = None
+    padding: None = None
+
+
+class ToySlices:
+    """What the executor asks of model/rows_and_slices.py."""
+
+    table: Tensor
+
+    def look_up(self, table: Tensor, *, padding: int | None) -> None:
+        assert padding is None
+        self.table = table
+
+    @staticmethod
+    def slice_at(first: int, weight: Tensor) -> HeadSlice:
+        return HeadSlice(first, weight.detach().requires_grad_(), None)
+
+
+@dataclass(frozen=True)
 class ToyTail:
     loss: Tensor
     hidden_grad: Tensor | None
@@ -40,7 +72,8 @@ class ToyPass:
     def __init__(self, model: ToyModel, batch: MicroBatch, *, grad: bool) -> None:
         self._model, self._batch = model, batch
         with torch.set_grad_enabled(grad):
-            self._graph = model.stem["embed"][batch.input_ids]
+            ids = batch.input_ids if model.slices is None else model.slices.table[batch.input_ids]
+            self._graph = model.stem["embed"][ids]
         self.hidden = self._graph.detach()
         self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -93,6 +126,15 @@ class ToyPass:
         accumulate(name, gh)
         return ToyTail(loss.detach(), gx)
 
+    def sliced_tail(self, hidden: Tensor, *, denominator: int, chunk: int) -> SlicedTail:
+        norm = self._model.tail["norm"].detach().requires_grad_()
+
+        def logits(part: Tensor, piece: HeadSlice) -> Tensor:
+            return (part * norm) @ piece.weight.T
+
+        head = SliceableHead(logits, False, ("tail:norm",), (norm,))
+        return SlicedTail(head, hidden=hidden, batch=self._batch, denominator=denominator, chunk=chunk)
+
     def finish(self, grad: Tensor, *, accumulate: Callable[[str, Tensor], None]) -> None:
         (g,) = torch.autograd.grad(self._graph, (self._model.stem["embed"],), grad)
         accumulate("stem:embed", g)
@@ -101,6 +143,9 @@ class ToyPass:
 class ToyModel:
     def __init__(self, layers: int, *, tied: bool) -> None:
         self.anatomy = toy_anatomy(layers, tied=tied)
+        head = ToyMatrix("embed" if tied else "head", V)
+        self.slicing = ToySlicing(head, ToyMatrix("embed", V), tied)
+        self.slices: ToySlices | None = None
 
     def outer_buffers_to(self, device: torch.device) -> None:
         pass
@@ -108,6 +153,11 @@ class ToyModel:
     def bind_outer(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor]) -> None:
         self.stem = {n: t.detach().requires_grad_() for n, t in stem.items()}
         self.tail = dict(tail)
+
+    def bind_sliced(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor], rows: Tensor) -> ToySlices:
+        self.bind_outer(stem={**stem, "embed": rows}, tail=tail)
+        self.slices = ToySlices()
+        return self.slices
 
     def documents(self, batch: MicroBatch) -> None:
         return None

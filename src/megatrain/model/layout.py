@@ -55,6 +55,16 @@ class Entry:
     def elems(self) -> slice:
         return slice(self.elem_offset, self.elem_offset + self.numel)
 
+    @property
+    def bytes(self) -> slice:
+        """Its bytes in a streamed block or, of a parameter, in a gradient slab."""
+        return slice(self.byte_offset, self.byte_offset + self.nbytes)
+
+    def rows(self, first: int, last: int) -> slice:
+        """The bytes of rows [first, last) of a matrix."""
+        width = self.nbytes // self.shape[0]
+        return slice(self.byte_offset + first * width, self.byte_offset + last * width)
+
 
 @dataclass(frozen=True)
 class FlatLayout:
@@ -96,6 +106,24 @@ class FlatLayout:
     @cached_property
     def buffers(self) -> tuple[Entry, ...]:
         return tuple(e for e in self.entries if not e.trainable)
+
+    def entry(self, name: str) -> Entry:
+        """The entry of that name. Raises StopIteration if there is none."""
+        return next(e for e in self.entries if e.name == name)
+
+    def without(self, name: str | None) -> FlatLayout:
+        """The layout of the other tensors, closed up: in the same order, each aligned as it was."""
+        rest = (e for e in self.entries if e.name != name)
+        return FlatLayout.of(TensorSpec(e.name, e.shape, e.dtype, e.trainable) for e in rest)
+
+    def around(self, name: str | None) -> tuple[slice, ...]:
+        """The bytes of a streamed block without one parameter; end to end they are a block of `without(name)`."""
+        if name is None:
+            return (slice(0, self.nbytes),)
+        gap = self.entry(name)
+        end = gap.byte_offset + _round_up(gap.numel, ALIGN_ELEMS) * gap.dtype.itemsize
+        parts = (slice(0, gap.byte_offset), slice(end, self.nbytes))
+        return tuple(part for part in parts if part.start < part.stop)
 
     @property
     def bf16_bytes(self) -> int:

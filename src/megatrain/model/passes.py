@@ -10,7 +10,8 @@ Letters: A parallel streams (gemma3n), B rows, S positions, D hidden. Hidden sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.model.attention import Documents
 from megatrain.model.batch import MicroBatch
+from megatrain.model.sliced_tail import HeadSlice, SlicedTail
 from megatrain.model.stem import Prepared, StemOutputs
 from megatrain.model.stubs import LayerCall
 from megatrain.model.tail import Accumulate, TailResult, tail_loss
@@ -117,6 +119,18 @@ class Pass:
             grad=grad,
             accumulate=accumulate,
         )
+
+    def sliced_tail(self, hidden: Tensor, *, denominator: int, chunk: int) -> SlicedTail:
+        """The same with the head in slices, `chunk` tokens of a slice's logits at once; see `SlicedTail`."""
+        head = self._model.sliced_head
+        if head is None:
+            raise RuntimeError("the model was not bound for slices")
+        mine = replace(head, logits=partial(self._slice_logits, head.logits))
+        return SlicedTail(mine, hidden=hidden, batch=self.batch, denominator=denominator, chunk=chunk)
+
+    def _slice_logits(self, logits: Callable[[Tensor, HeadSlice], Tensor], hidden: Tensor, piece: HeadSlice) -> Tensor:
+        self._model.enter(self)
+        return logits(hidden, piece)
 
     def backward(
         self,

@@ -9,15 +9,21 @@ import torch
 
 from megatrain.model.anatomy import Anatomy, Unit
 from megatrain.model.layout import Entry
-from megatrain.model.sizes_types import ModelSizes, UnitSizes
+from megatrain.model.sizes_types import ModelSizes, SliceSizes, UnitSizes
 from megatrain.model.skeleton import ModelSpec
+from megatrain.model.slicing import Slicing
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
 
 
 def model_sizes(
-    spec: ModelSpec, *, anatomy: Anatomy, hidden_shape: tuple[int, ...], saved_bytes_per_token: int
+    spec: ModelSpec,
+    *,
+    anatomy: Anatomy,
+    hidden_shape: tuple[int, ...],
+    saved_bytes_per_token: int,
+    slicing: Slicing | None,
 ) -> ModelSizes:
     """hidden_shape: of one token, [1, 1, D] or [A, 1, 1, D]; saved_bytes_per_token: see rehearsal.py."""
     entries = [e for unit in anatomy.units for e in unit.layout.entries]
@@ -35,6 +41,18 @@ def model_sizes(
         params_active=sum(_active(e, experts=experts, chosen=chosen) for e in entries if e.trainable),
         saved_bytes_per_token=saved_bytes_per_token,
         config_hash=_hash(spec),
+        slicing=None if slicing is None else _slices(slicing, anatomy=anatomy),
+    )
+
+
+def _slices(slicing: Slicing, *, anatomy: Anatomy) -> SliceSizes:
+    return SliceSizes(
+        head_rows=slicing.head.rows,
+        head_width=slicing.head.width,
+        embedding_rows=slicing.embedding.rows,
+        embedding_width=slicing.embedding.width,
+        itemsize=anatomy.stem.layout.entry(slicing.embedding.name).dtype.itemsize,
+        tied=int(slicing.tied),
     )
 
 

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatrain.model.sizes_types import ModelFacts, ModelSizes, UnitSizes
+from megatrain.model.sizes_types import ModelFacts, ModelSizes, SliceSizes, UnitSizes
 from megatrain.model.user_cache import keep, read_kept
 
 
@@ -44,7 +44,9 @@ def find_facts(key: SizesKey) -> ModelFacts | None:
     try:
         sizes = found["sizes"]
         layers = tuple(_unit(values) for values in sizes["layers"])
-        known = ModelSizes(**{**sizes, "stem": _unit(sizes["stem"]), "layers": layers, "tail": _unit(sizes["tail"])})
+        ends = {"stem": _unit(sizes["stem"]), "tail": _unit(sizes["tail"])}
+        slicing = None if sizes["slicing"] is None else SliceSizes(**sizes["slicing"])
+        known = ModelSizes(**{**sizes, **ends, "layers": layers, "slicing": slicing})
         facts = ModelFacts(**{**found, "sizes": known})
     except (KeyError, TypeError):
         return None
@@ -65,7 +67,9 @@ def _whole(facts: ModelFacts) -> bool:
     sizes = facts.sizes
     units = (sizes.stem, *sizes.layers, sizes.tail)
     numbers = [v for u in units for k, v in asdict(u).items() if k != "name"]
-    numbers += [v for k, v in asdict(sizes).items() if k not in ("stem", "layers", "tail", "config_hash")]
+    others = ("stem", "layers", "tail", "config_hash", "slicing")
+    numbers += [v for k, v in asdict(sizes).items() if k not in others]
+    numbers += [] if sizes.slicing is None else asdict(sizes.slicing).values()
     return bool(sizes.layers) and all(type(n) is int and n >= 0 for n in numbers)
 
 

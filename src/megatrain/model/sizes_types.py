@@ -18,6 +18,18 @@ class UnitSizes:
 
 
 @dataclass(frozen=True)
+class SliceSizes:
+    """Of a model whose head can come in slices and whose embedding as rows (model/slicing.py): [rows, width] each."""
+
+    head_rows: int
+    head_width: int
+    embedding_rows: int
+    embedding_width: int
+    itemsize: int  # bytes per element of both
+    tied: int  # 1: one tensor is both; 0
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """`saved_bytes_per_token`: what autograd keeps for the backward of the hungriest layer, weights excluded.
 
@@ -35,6 +47,7 @@ class ModelSizes:
     params_active: int
     saved_bytes_per_token: int
     config_hash: str
+    slicing: SliceSizes | None = None  # None: head and embedding can only come whole
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,13 @@ from megatrain.model.compiled import LayerFunction, compile_kinds
 from megatrain.model.kinds import kinds_of
 from megatrain.model.packing import document_masks, leaking_layers, probe_positions, probe_row, striped
 from megatrain.model.passes import Pass
+from megatrain.model.rows_and_slices import BoundSlices
 from megatrain.model.sites import Sites
 from megatrain.model.sizes import model_sizes
 from megatrain.model.sizes_types import ModelSizes
 from megatrain.model.skeleton import LayerList, ModelSpec, build_skeleton, find_layers, refuse_by_type
+from megatrain.model.sliced_tail import SliceableHead
+from megatrain.model.slicing import NotSliceable, Slicing, find_slicing
 from megatrain.model.stubs import LayerCall, Recorder, Stub
 from megatrain.model.tail import Head
 from megatrain.model.trial import Trial, run_trial
@@ -76,8 +79,10 @@ class StreamedModel:
         trial: Trial,
         anatomy: Anatomy,
         rng: Rng,
+        slicing: Slicing | None,
     ) -> None:
         self.spec = spec
+        self.slicing = slicing  # None: head and embedding can only be whole
         self.rng = rng
         self.anatomy = anatomy
         self._model = model
@@ -94,6 +99,7 @@ class StreamedModel:
         self.stem_names: tuple[str, ...] = ()
         self.stem_parameters: tuple[Tensor, ...] = ()
         self.head = Head(self._logits, spec.compile, (), ())
+        self.sliced_head: SliceableHead | None = None
 
     @classmethod
     def build(cls, spec: ModelSpec, *, rng: Rng) -> StreamedModel:
@@ -137,8 +143,20 @@ class StreamedModel:
             tail=trial.tail,
             unused_in_layers=trial.unused_in_layers,
         )
+        try:
+            slicing = find_slicing(model, parts=parts, recorder=recorder, trial=trial)
+        except NotSliceable:
+            slicing = None
         return cls(
-            spec=spec, model=model, found=found, parts=parts, recorder=recorder, trial=trial, anatomy=anatomy, rng=rng
+            spec=spec,
+            model=model,
+            found=found,
+            parts=parts,
+            recorder=recorder,
+            trial=trial,
+            anatomy=anatomy,
+            rng=rng,
+            slicing=slicing,
         )
 
     @property
@@ -208,8 +226,22 @@ class StreamedModel:
                     if buffer is not None:
                         part._buffers[name] = buffer.to(device)
 
-    def bind_outer(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor]) -> None:
-        """Make the given tensors (views of what stays on the device) the outer parameters and persistent buffers."""
+    def bind_sliced(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor], rows: Tensor) -> BoundSlices:
+        """`bind_outer` without the embedding, for which `rows` [most rows, D] stands, and without the head's weight."""
+        slicing = self.slicing
+        if slicing is None:
+            raise RuntimeError(f"the head of {self.spec.config.model_type} cannot be sliced")
+        missing = {} if slicing.tied else {slicing.head.name: self._parts.outer[slicing.head.name]}
+        bound = self.bind_outer(stem={**stem, slicing.embedding.name: rows}, tail={**tail, **missing})
+        found = BoundSlices(slicing, bound=bound, run=self._logits)
+        self.sliced_head = found.head(self.head)
+        return found
+
+    def bind_outer(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Make the given tensors (views of what stays on the device) the outer parameters and persistent buffers.
+
+        Returns them by name, as they are bound.
+        """
         trainable = {e.name for unit in (self.anatomy.stem, self.anatomy.tail) for e in unit.layout.params}
         bound = {n: nn.Parameter(t) if n in trainable else t for n, t in (*stem.items(), *tail.items())}
         self._outer_sites.put(bound)
@@ -238,6 +270,13 @@ class StreamedModel:
                 self._found.layers, self._parts.layers, self.anatomy.layers, compiled, strict=True
             )
         )
+        return bound
+
+    def unbind_outer(self) -> None:
+        """Forget the bound tensors, so that their memory can go; `bind_outer` may come again."""
+        self._outer_sites.clear()
+        self.stem_parameters, self.layer_plans = (), ()
+        self.head = Head(self._logits, self.spec.compile, (), ())
 
     def _compiled(self) -> tuple[LayerFunction | None, ...]:
         """Layers that share parameters with others, or hand on state, keep their own modules."""
@@ -275,6 +314,7 @@ class StreamedModel:
             anatomy=self.anatomy,
             hidden_shape=self._trial.hidden_shape,
             saved_bytes_per_token=self._trial.saved_bytes_per_token,
+            slicing=self.slicing,
         )
 
     @property

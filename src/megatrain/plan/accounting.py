@@ -13,9 +13,12 @@ from typing import Any
 from megatrain.host.pages import BORDER, footprint
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
 from megatrain.plan.hardware import Limit
+from megatrain.plan.slices import SlicedEnds
 
 HEAD_CHUNKS = (4096, 2048, 1024, 512, 256, 128, 64)
 """Tokens whose logits exist at once, best first."""
+SLICED_CHUNKS = (16384, 8192, *HEAD_CHUNKS)
+"""The same of one slice: its products are small, so more tokens go at once."""
 HEAD_SHARE = 0.1
 """The share of the device that the head may take, or what a layer's backward takes if that is more: they alternate."""
 CHUNK_LOGIT_BYTES = 8
@@ -56,6 +59,8 @@ class MemoryPlan:
     resident: int = 0  # units, from the stem on, that stay on the device with their optimizer state
     kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
     visitors: int = 0  # pieces of the optimizer's state that are on the device for their update at once
+    head_slices: int = 0  # the head comes in so many slices, and the embedding as rows; 0: both whole
+    embedding_rows: int = 0  # with slices: the most distinct tokens of a step
 
     @property
     def device_total(self) -> int:
@@ -76,7 +81,7 @@ class MemoryPlan:
     @property
     def pinned_bytes(self) -> int:
         """What the device copies from and to, and is to be page-locked."""
-        wanted = ("weights as streamed", "gradients", "activations")
+        wanted = ("weights as streamed", "gradients", "activations", "embedding rows")
         return sum(self.host.get(purpose, 0) for purpose in wanted)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,6 +120,9 @@ class Terms:
 def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
     """The plan with both tables filled in, and the head chunk where it is 0."""
     sizes = terms.sizes
+    if chosen.head_slices and sizes.slicing is not None:  # of all tokens, and one that only pads
+        most = chosen.embedding_rows or terms.batch_tokens + 1
+        chosen = replace(chosen, embedding_rows=min(sizes.slicing.embedding_rows, most))
     chosen = replace(chosen, head_chunk=chosen.head_chunk or _head_chunk(chosen, sizes=sizes))
     device = _device_bytes(chosen, terms=terms)
     if terms.dense_masks:
@@ -124,6 +132,9 @@ def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
     host = host_bytes(sizes, moment_bytes=terms.moment_bytes)
     if chosen.activations == "host":
         host["activations"] = _waiting_rows(chosen, sizes=sizes) * footprint(chosen.input_bytes, pinned=True)
+    ends = sliced_ends(chosen, sizes=sizes)
+    if ends is not None:
+        host["embedding rows"] = footprint(ends.row_block_bytes, pinned=True)
     copies = 1 if chosen.on_cpu else 2  # a page-locked one for the way to the device
     host["rows of the step"] = copies * TOKEN_BYTES * terms.batch_tokens
     host["this process so far"] = terms.process_bytes
@@ -173,15 +184,20 @@ def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
     streamed = sizes.layers[max(0, chosen.resident - 1) :]
     slot = max((u.streamed_bytes for u in streamed), default=0)
     layer = largest(sizes.layers)
+    ends = sliced_ends(chosen, sizes=sizes)
+    weights = sizes.stem.streamed_bytes + sizes.tail.streamed_bytes
+    sums = 4 * (layer.elems + (sum(outer) if terms.stem_shared else max(outer)))
     table = {
         "weight slots": chosen.slots * slot,
-        "stem and tail": sizes.stem.streamed_bytes + sizes.tail.streamed_bytes,
-        "fp32 gradient sums": 4 * (layer.elems + (sum(outer) if terms.stem_shared else max(outer))),
+        "stem and tail": ends.weights if ends else weights,
+        "fp32 gradient sums": ends.sums(layer_elems=layer.elems, stem_shared=terms.stem_shared) if ends else sums,
         "gradient buffers": chosen.grad_buffers * layer.param_bytes,
         "hidden states": 2 * chosen.micro_batches * chosen.input_bytes,
         "activations": _device_inputs(chosen, sizes=sizes),
         "one layer's backward or the head": _transient_bytes(chosen, sizes=sizes),
     }
+    if ends:
+        table["slices of the head"] = ends.places + ends.tables
     if chosen.resident:
         table["resident units"] = _resident_bytes(chosen, terms=terms)
     if chosen.visitors:
@@ -205,9 +221,31 @@ def _resident_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
     return weights + sum(2 * u.bf16_elems + 2 * terms.moment_bytes * u.elems + u.param_bytes for u in units)
 
 
+def sliced_ends(chosen: MemoryPlan, *, sizes: ModelSizes) -> SlicedEnds | None:
+    """What a head in slices takes; None where it comes whole."""
+    if not chosen.head_slices or sizes.slicing is None:
+        return None
+    return SlicedEnds(sizes, sizes.slicing, chosen.head_slices, chosen.embedding_rows)
+
+
 def _transient_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
-    """A layer's recompute and the head's logits never exist at the same time."""
-    return max(_backward_bytes(chosen, sizes=sizes), _head_bytes(chosen, sizes=sizes, chunk=chosen.head_chunk))
+    """A layer's recompute, the head's logits and the embedding's gradient never exist at the same time."""
+    ends = sliced_ends(chosen, sizes=sizes)
+    head = _head_bytes(chosen, sizes=sizes, chunk=chosen.head_chunk)
+    if ends is not None:
+        tokens = chosen.micro_batch * chosen.seq_len
+        head = ends.head_bytes(
+            chunk=min(tokens, chosen.head_chunk),
+            step_tokens=tokens * chosen.micro_batches,
+            logit_bytes=_logit_bytes(sizes),
+        )
+        head = max(head, ends.row_block_bytes)
+    return max(_backward_bytes(chosen, sizes=sizes), head)
+
+
+def _logit_bytes(sizes: ModelSizes) -> int:
+    """Per logit of a chunk of a sliced head."""
+    return CHUNK_LOGIT_BYTES if sizes.stem.bf16_elems > 0 else WHOLE_LOGIT_BYTES
 
 
 def _backward_bytes(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
@@ -225,6 +263,12 @@ def _head_bytes(chosen: MemoryPlan, *, sizes: ModelSizes, chunk: int) -> int:
 def _head_chunk(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
     room = chosen.device_limit.bytes if chosen.device_limit else chosen.host_limit.bytes
     most = max(room * HEAD_SHARE, _backward_bytes(chosen, sizes=sizes))
+    ends = sliced_ends(chosen, sizes=sizes)
+    if ends is not None:
+        fixed = ends.fixed_bytes(step_tokens=chosen.micro_batch * chosen.micro_batches * chosen.seq_len)
+        most = max(room * HEAD_SHARE, _backward_bytes(chosen, sizes=sizes) - fixed)
+        sliced = (c for c in SLICED_CHUNKS if ends.chunk_bytes(c, logit_bytes=_logit_bytes(sizes)) <= most)
+        return next(sliced, SLICED_CHUNKS[-1])
     fitting = (chunk for chunk in HEAD_CHUNKS if _head_bytes(chosen, sizes=sizes, chunk=chunk) <= most)
     return next(fitting, HEAD_CHUNKS[-1])
 

@@ -12,33 +12,62 @@ USEFUL_TOKENS = 16_384
 """Tokens of a micro-batch beyond which kernels get no faster; a larger one only costs memory."""
 
 
+HEAD_SLICES = (4, 8, 16)
+"""How many slices the head is cut into, where it is: fewest first."""
+WORTH_TOKENS = 4096
+"""Tokens of a micro-batch below which a larger one is worth a second product with the head."""
+
+
 def attempt(job: Job) -> MemoryPlan:
-    """The best plan that fits; if none does, the smallest (`fits` is then False)."""
-    chosen: MemoryPlan | None = None
-    for chosen in cuts(job):
-        if chosen.fits:
-            return spend(chosen, job=job)
-    assert chosen is not None
-    return chosen
+    """The best plan that fits; if none does, the smallest (`fits` is then False).
+
+    The head is cut into slices only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS can so be
+    made twice as large: slices cost a second product with the head. A resumed run stays as it was.
+    """
+    chosen = _first(job, slices=job.resumed.head_slices if job.resumed else 0)
+    tokens = min(WORTH_TOKENS, job.batch_size * job.seq_len)
+    for slices in HEAD_SLICES if _may_slice(job) and not job.resumed else ():
+        if chosen.fits and chosen.micro_batch * job.seq_len >= tokens:
+            break
+        other = _first(job, slices=slices)
+        if other.fits and (not chosen.fits or other.micro_batch >= 2 * chosen.micro_batch):
+            chosen = other
+    return spend(chosen, job=job) if chosen.fits else smallest(job)
 
 
 def smallest(job: Job) -> MemoryPlan:
     """The plan that takes least, whether it fits or not."""
-    *_, last = cuts(job)
+    slices = job.resumed.head_slices if job.resumed else HEAD_SLICES[-1] if _may_slice(job) else 0
+    *_, last = cuts(job, slices=slices)
     return last
 
 
-def cuts(job: Job) -> Iterator[MemoryPlan]:
-    """Every plan that is considered, best first."""
+def _may_slice(job: Job) -> bool:
+    """On the CPU there is nothing to gain: the whole head is in the same memory."""
+    return job.sizes.slicing is not None and not job.on_cpu
+
+
+def _first(job: Job, *, slices: int) -> MemoryPlan:
+    """The first cut that fits; the last, if none does."""
+    chosen: MemoryPlan | None = None
+    for chosen in cuts(job, slices=slices):
+        if chosen.fits:
+            break
+    assert chosen is not None
+    return chosen
+
+
+def cuts(job: Job, *, slices: int = 0) -> Iterator[MemoryPlan]:
+    """Every plan with so many slices of the head that is considered, best first."""
     memory = job.memory
     places = ("device", "host") if memory.activations == "auto" else (memory.activations,)
     rows = _micro_batches(job)
     for micro_batch in [job.resumed.micro_batch] if job.resumed and isinstance(memory.micro_batch, str) else rows:
         for place in places:
-            yield _one_cut(job, micro_batch=micro_batch, activations=place)
+            yield _one_cut(job, micro_batch=micro_batch, activations=place, slices=slices)
 
 
-def _one_cut(job: Job, *, micro_batch: int, activations: str) -> MemoryPlan:
+def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int) -> MemoryPlan:
     memory = job.memory
     chosen = MemoryPlan(
         micro_batch=micro_batch,
@@ -56,6 +85,7 @@ def _one_cut(job: Job, *, micro_batch: int, activations: str) -> MemoryPlan:
         host_limit=job.host_limit,
         device_limit=job.device_limit,
         on_cpu=job.on_cpu,
+        head_slices=slices,
     )
     return account(chosen, terms=job.terms(micro_batch=micro_batch))
 

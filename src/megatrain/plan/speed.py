@@ -24,8 +24,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
-from megatrain.plan.accounting import MemoryPlan
+from megatrain.plan.accounting import MemoryPlan, sliced_ends
 from megatrain.plan.rates import Rates
+from megatrain.plan.slices import HEAD_PLACES
 
 RECOMPUTE_SHARE = 0.71
 """Of a layer's forward: its last product is not read by the backward. 0.71 for Llama and Qwen shapes."""
@@ -184,7 +185,9 @@ class _Work:
         return products + attention + self._head_products_s()
 
     def _head_products_s(self) -> float:
-        return 6.0 * _head_params(self._sizes) * self._tokens / self._rates.matmul_flops
+        """Three products; a head in slices is multiplied once more, for the log-sum-exp."""
+        products = 4 if self._plan.head_slices else 3
+        return 2.0 * products * _head_params(self._sizes) * self._tokens / self._rates.matmul_flops
 
     def _repeated(self) -> float:
         """The share of the layers whose forward is repeated in the backward."""
@@ -224,9 +227,15 @@ def _links(sizes: ModelSizes, *, plan: MemoryPlan, resident: int) -> tuple[_Link
     layers = sizes.layers[max(0, resident - 1) :]
     again = layers[: max(0, len(layers) - plan.slots)]  # the last ones are still in their slots at the turn
     waiting = len(sizes.layers) * plan.micro_batches * plan.input_bytes if plan.load_buffers else 0
+    ends, head = sliced_ends(plan, sizes=sizes), 0
+    into, out = sum(u.streamed_bytes for u in units), sum(u.param_bytes for u in units)
+    if ends is not None:  # the embedding comes and goes as rows; a tied head goes home whole beside them
+        head = ends.slice_bytes * (plan.head_slices - HEAD_PLACES)  # a second time, but for what is still there
+        into += ends.row_block_bytes - (0 if ends.known.tied else ends.embedding_bytes)
+        out += ends.row_block_bytes - (0 if ends.known.tied else ends.embedding_bytes)
     return (
-        _Link(into=sum(u.streamed_bytes for u in units), out=waiting),
-        _Link(into=sum(u.streamed_bytes for u in again) + waiting, out=sum(u.param_bytes for u in units)),
+        _Link(into=into, out=waiting),
+        _Link(into=sum(u.streamed_bytes for u in again) + waiting + head, out=out),
     )
 
 

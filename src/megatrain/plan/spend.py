@@ -35,6 +35,8 @@ def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
         return chosen
     if not job.on_cpu:
         chosen = _visited(chosen, job=job)
+    if chosen.head_slices:  # memory is short; and a stem that stays is whole
+        return chosen
     layers = len(job.sizes.layers)
     units = layers + 2
 

@@ -14,18 +14,20 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from megatrain.host.gradient import UnitGradient
 from megatrain.host.store import HostStore
 from megatrain.model.batch import MicroBatch
 from megatrain.stream.activations import ActivationStore, DeviceActivations, HostActivations
 from megatrain.stream.device import Device, StreamName
-from megatrain.stream.grads import GradientRing, GradientSum
+from megatrain.stream.ends import Ends, WholeEnds
+from megatrain.stream.grads import GradientRing
 from megatrain.stream.resident import ResidentUnits
-from megatrain.stream.ring import Updates, WeightRing
+from megatrain.stream.ring import Updates, WeightRing, WeightSlot
 from megatrain.stream.running import Numbers, RunningStep
-from megatrain.stream.schedule import Do, Op, StepShape, check, plan_step
+from megatrain.stream.schedule import Do, Op, StepShape, plan_step
+from megatrain.stream.schedule_check import check
+from megatrain.stream.sliced import SlicedEnds
 from megatrain.stream.step import Geometry, StepOutput
 
 if TYPE_CHECKING:
@@ -51,41 +53,35 @@ class StreamingExecutor:
         """Allocates everything a step needs. `poison`: fill slots with NaN on release (tests)."""
         self._model, self._store, self._device, self._geometry = model, store, device, geometry
         self._resident = ResidentUnits(store, device=device, count=geometry.resident)
+        self._ends = self._make_ends()
+        self._sums = self._ends.sums
         self._ring = WeightRing(
             store,
             device=device,
             slots=geometry.slots,
             updates=updates,
+            ends=self._ends.sources(),
             resident=self._resident.units,
             poison=poison,
         )
         largest = max(layer.unit.layout.param_bytes for layer in store.layers)
         streaming = len(self._resident.units) < len(store.units)
         self._gradients = GradientRing(device, buffers=geometry.grad_buffers if streaming else 0, buffer_bytes=largest)
-        self._sums = self._allocate_sums()
         self._activations = self._allocate_activations()
         self._numbers = Numbers(device)
         self._tail = store.tail.unit.index
         model.outer_buffers_to(device.torch_device)
-        stem, tail = store.stem.unit.layout, store.tail.unit.layout
-        model.bind_outer(stem=stem.views(self._ring.block_of(0)), tail=tail.views(self._ring.block_of(self._tail)))
+        self._ends.bind(self._ring)
         self._plan = cache(self._make_plan)
 
-    def _allocate_sums(self) -> dict[int, GradientSum]:
-        """One fp32 block for the layers, one for the tail; the stem's own only where both live at once."""
-        layer_flat = self._device.buffer(max(x.unit.layout.elems for x in self._store.layers), dtype=torch.float32)
-        stem, tail = self._store.stem, self._store.tail
-        apart = self._model.anatomy.stem_shared
-        sizes = (stem.unit.layout.elems, tail.unit.layout.elems)
-        tail_flat = self._device.buffer(sizes[1] if apart else max(sizes), dtype=torch.float32)
-        stem_flat = self._device.buffer(sizes[0], dtype=torch.float32) if apart else tail_flat
-        flats = {x.unit.index: layer_flat for x in self._store.layers}
-        flats |= {stem.unit.index: stem_flat, tail.unit.index: tail_flat}
-        resident = self._resident.units
-        return {
-            x.unit.index: GradientSum(resident.get(x.unit.index, x), flat=flats[x.unit.index])
-            for x in self._store.units
-        }
+    def _make_ends(self) -> Ends:
+        model, store, device, geometry = self._model, self._store, self._device, self._geometry
+        if not geometry.head_slices:
+            resident = self._resident.units
+            return WholeEnds(model, store=store, device=device, geometry=geometry, resident=resident)
+        if geometry.resident:
+            raise ValueError("a head in slices needs all units to stream")
+        return SlicedEnds(model, store=store, device=device, geometry=geometry)
 
     def _allocate_activations(self) -> ActivationStore:
         geometry = self._geometry
@@ -107,6 +103,7 @@ class StreamingExecutor:
             train=train,
             resident=self._geometry.resident,
             kept=self._geometry.kept,
+            head_slices=self._ends.parts,
         )
         plan = plan_step(shape)
         check(plan, shape)
@@ -135,9 +132,10 @@ class StreamingExecutor:
     def evaluate(self, batches: Sequence[MicroBatch]) -> tuple[float, int]:
         """(summed cross-entropy, supervised tokens) of any number of micro-batches, without dropout."""
         self._resident.load()
-        total, width = 0.0, self._geometry.micro_batches
-        for first in range(0, len(batches), width):
-            group = batches[first : first + width]
+        total, width, rest = 0.0, self._geometry.micro_batches, list(batches)
+        while rest:
+            count = self._ends.together(rest[:width])
+            group, rest = rest[:count], rest[count:]
             step = RunningStep(group, denominator=1)
             self._run(self._plan(len(group), False), step)
             total += float(torch.stack(step.losses).sum(dtype=torch.float64))
@@ -147,8 +145,14 @@ class StreamingExecutor:
         """Make the host store hold what is resident on the device; no step may be running, updates may."""
         self._resident.bring_home()
 
+    def close(self) -> None:
+        """Give the device's memory back; nothing can run here any more."""
+        self._model.unbind_outer()
+        del self._resident, self._ends, self._sums, self._ring, self._gradients, self._activations
+
     def _run(self, plan: Sequence[Op], step: RunningStep) -> None:
         training = any(op.do is Do.BACKWARD for op in plan)
+        self._ends.begin(step)
         with self._device.computing():
             for op in plan:
                 self._ring.start_updated()
@@ -158,19 +162,21 @@ class StreamingExecutor:
         m = op.micro_batch or 0
         match op.do:
             case Do.FETCH:
-                self._ring.prefetch(op.unit)
+                self._ring.prefetch(op.unit, op.part)
             case Do.FREE:
-                self._ring.release(op.unit)
+                self._ring.release(op.unit, op.part)
             case Do.EMBED:
                 self._embed(step, m, training=training)
             case Do.SAVE:
-                self._activations.save((op.unit, m), self._hidden(step, m))
+                self._activations.save((op.unit, m), step.hidden_of(m))
             case Do.FORWARD:
                 self._forward(step, op.unit, m, save=training and not self._geometry.load_buffers)
             case Do.KEEP:
                 self._forward(step, op.unit, m, keep_graph=True)
             case Do.AUX:
                 step.aux = self._model.aux_loss(step.passes, grad=True)
+            case Do.LSE | Do.SLOPE:
+                self._slice(step, op, m)
             case Do.LOSS:
                 self._loss(step, m, training=training)
             case Do.LOAD:
@@ -179,6 +185,8 @@ class StreamingExecutor:
                 self._backward(step, op.unit, m)
             case Do.UNEMBED:
                 self._unembed(step, m)
+            case Do.OFFLOAD if op.part is not None:
+                self._ends.offload_part(step, op.part, gradients=self._gradients)
             case Do.OFFLOAD:
                 self._offload(step, op.unit)
 
@@ -194,21 +202,15 @@ class StreamingExecutor:
 
     # -- operations ---------------------------------------------------------------------------------------
 
-    def _acquire(self, step: RunningStep, unit: int) -> dict[str, Tensor]:
-        slot = self._ring.holder(unit)
+    def _acquire(self, step: RunningStep, unit: int, part: int | None = None) -> WeightSlot:
+        slot = self._ring.holder(unit, part)
         if slot.in_use:
-            return slot.views(unit, self._store)
+            return slot
         before, blocked = self._device.mark(on=StreamName.COMPUTE), self._ring.blocked_s
-        weights = self._ring.acquire(unit)
+        self._ring.acquire(unit, part)
         after = self._device.mark(on=StreamName.COMPUTE)
         step.stalls.append((before, after, self._ring.blocked_s - blocked))
-        return weights
-
-    @staticmethod
-    def _hidden(step: RunningStep, m: int) -> Tensor:
-        hidden = step.hidden[m]
-        assert hidden is not None
-        return hidden
+        return slot
 
     def _embed(self, step: RunningStep, m: int, *, training: bool) -> None:
         self._acquire(step, 0)
@@ -221,14 +223,14 @@ class StreamingExecutor:
         self._activations.computed((1, m))
 
     def _forward(self, step: RunningStep, unit: int, m: int, *, save: bool = False, keep_graph: bool = False) -> None:
-        weights = self._acquire(step, unit)
-        hidden = self._hidden(step, m)
+        slot = self._acquire(step, unit)
+        weights, hidden = slot.views(unit, self._store), step.hidden_of(m)
         if save:
             self._activations.save((unit, m), hidden)
         self._device.touch(
             f"forward({unit},{m})",
             on=StreamName.COMPUTE,
-            reads=(self._ring.holder(unit).name, f"hidden{(unit, m)}"),
+            reads=(slot.name, f"hidden{(unit, m)}"),
             writes=(f"hidden{(unit + 1, m)}",),
         )
         step.hidden[m] = step.passes[m].forward(unit - 1, weights, hidden, keep_graph=keep_graph).contiguous()
@@ -236,35 +238,34 @@ class StreamingExecutor:
 
     def _loss(self, step: RunningStep, m: int, *, training: bool) -> None:
         self._acquire(step, self._tail)
-        if training and m == 0:
-            self._sums[self._tail].open()
         self._device.touch(f"loss({m})", on=StreamName.COMPUTE, reads=("tail", "stem", f"hidden{(self._tail, m)}"))
-        result = step.passes[m].tail(
-            self._hidden(step, m),
-            denominator=step.denominator,
-            chunk=self._geometry.head_chunk,
-            grad=training,
-            accumulate=self._accumulate,
-        )
-        step.losses.append(result.loss)
-        step.hidden[m], step.gradient[m] = None, result.hidden_grad
+        self._ends.loss(step, m, training=training)
+
+    def _slice(self, step: RunningStep, op: Op, m: int) -> None:
+        assert op.part is not None
+        slot = self._acquire(step, op.unit, op.part)
+        self._acquire(step, op.unit)  # fetched before the slice, so there is nothing left to wait for
+        reads = ("tail", "stem", slot.name, f"hidden{(op.unit, m)}")
+        self._device.touch(f"{op.do.value}({op.part},{m})", on=StreamName.COMPUTE, reads=reads)
+        see = self._ends.measure if op.do is Do.LSE else self._ends.differentiate
+        see(step, m, part=op.part, slot=slot)
 
     def _backward(self, step: RunningStep, unit: int, m: int) -> None:
-        weights = self._acquire(step, unit)
-        total = self._sums[unit]
+        slot = self._acquire(step, unit)
+        weights, total = slot.views(unit, self._store), self._sums[unit]
         if m == 0:
             total.open()
         gradient = step.gradient[m]
         assert gradient is not None
-        self._device.touch(f"backward({unit},{m})", on=StreamName.COMPUTE, reads=(self._ring.holder(unit).name,))
+        self._device.touch(f"backward({unit},{m})", on=StreamName.COMPUTE, reads=(slot.name,))
         kept = unit >= self._tail - self._geometry.kept
         hidden = None if kept else self._activations.take((unit, m))
         step.gradient[m], own = step.passes[m].backward(
-            unit - 1, weights, hidden, gradient, accumulate=self._accumulate
+            unit - 1, weights, hidden, gradient, accumulate=self._ends.accumulate
         )
         if not kept:
             self._activations.drop((unit, m))
-        for entry, value in zip(total.unit.unit.layout.params, own, strict=True):
+        for entry, value in zip(self._store.units[unit].unit.layout.params, own, strict=True):
             if value is not None:
                 total.add(entry.name, value)
 
@@ -274,26 +275,20 @@ class StreamingExecutor:
         gradient = step.gradient[m]
         assert gradient is not None
         self._device.touch(f"unembed({m})", on=StreamName.COMPUTE, reads=("stem",))
-        step.passes[m].finish(gradient, accumulate=self._accumulate)
+        step.passes[m].finish(gradient, accumulate=self._ends.accumulate)
         step.gradient[m] = None
 
-    def _accumulate(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient of an outer tensor, named "stem:..." or "tail:..."."""
-        part, _, entry = name.partition(":")
-        self._sums[0 if part == "stem" else self._tail].add(entry, gradient)
-
     def _offload(self, step: RunningStep, unit: int) -> None:
-        total = self._sums[unit]
-        step.norms[unit] = total.norms()
+        step.add_norms(unit, self._sums[unit].norms())
         if unit == 0:  # the last one: before its slab, so that loss and norm do not queue behind it on the link
             step.numbers_home = self._numbers.send(step)
+        touched, runs = self._ends.touched(unit), self._ends.runs(unit)
         if unit in self._resident.units:
-            self._gradients.keep(total)
-            step.home[unit] = UnitGradient(unit, _at_once, total.touched, resident=self._resident.units[unit])
+            self._gradients.keep(runs)
+            step.home[unit] = UnitGradient(unit, _at_once, touched, resident=self._resident.units[unit])
             return
-        complete = self._gradients.offload(total)
-        wait = partial(self._device.host_wait, complete, keeps="no update before the gradient is home")
-        step.home[unit] = UnitGradient(unit, wait, total.touched)
+        home = self._gradients.offload(runs, unit=unit)
+        step.home[unit] = UnitGradient(unit, self._ends.arrival(unit, home=home), touched)
 
 
 def _at_once() -> None:

@@ -1,4 +1,4 @@
-"""Weights on their way: the slots that layers stream through, and the two places of stem and tail.
+"""Weights on their way: the slots that layers stream through, the places of stem and tail, those of a sliced head.
 
 Units that are resident on the device stand in places of their own, always in use; nothing of the following is for them.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Protocol
 
@@ -26,6 +26,8 @@ from torch import Tensor
 
 from megatrain.host.store import HostStore, HostUnit
 from megatrain.stream.device import Device, StreamName
+from megatrain.stream.schedule import HEAD_PLACES, Stay
+from megatrain.stream.sources import HostBytes, Source
 
 
 class Updates(Protocol):
@@ -53,7 +55,7 @@ class WeightSlot:
         self.name = name
         self.block = block  # uint8
         self.state = SlotState.FREE
-        self.unit: int | None = None
+        self.holds: Stay | None = None
         self.loaded = device.event(f"{name}.loaded")
         self.released = device.event(f"{name}.released")
         self._views: dict[int, dict[str, Tensor]] = {}
@@ -70,7 +72,7 @@ class WeightSlot:
 
 
 class WeightRing:
-    """`slots` slots shared by the layers that stream, and one place each for stem, tail and the resident units."""
+    """`slots` slots shared by the layers that stream; a place for each end that streams, two for parts of the head."""
 
     def __init__(
         self,
@@ -79,84 +81,101 @@ class WeightRing:
         device: Device,
         slots: int,
         updates: Updates,
+        ends: Mapping[Stay, Source],
         resident: Mapping[int, HostUnit],
         poison: bool = False,
     ) -> None:
+        """ends: what fills the places of stem, tail and the head's parts, where they stream."""
         self._store, self._device, self._updates, self._poison = store, device, updates, poison
-        streamed = [x.unit.layout.nbytes for x in store.layers if x.unit.index not in resident]
-        self._shared = [self._slot(f"slot{i}", max(streamed)) for i in range(slots if streamed else 0)]
-        ends = [end.unit for end in (store.stem, store.tail) if end.unit.index not in resident]
-        self._own = {end.index: self._slot(end.name, end.layout.nbytes) for end in ends}
+        layers = [x for x in store.layers if x.unit.index not in resident]
+        self._sources: dict[Stay, Source] = {(x.unit.index, None): HostBytes.whole(x) for x in layers}
+        shared = self._slots("slot", slots, self._sources.values())
+        parts = self._slots("part", HEAD_PLACES, [source for (_, part), source in ends.items() if part is not None])
+        self._candidates = dict.fromkeys(self._sources, shared)
+        for stay, source in ends.items():
+            name = store.units[stay[0]].unit.name
+            self._candidates[stay] = [self._slot(name, source.nbytes)] if stay[1] is None else parts
         for index, unit in resident.items():
-            slot = self._own[index] = WeightSlot(unit.unit.name, block=unit.hi, device=device)
-            slot.unit, slot.state = index, SlotState.IN_USE
+            slot = WeightSlot(unit.unit.name, block=unit.hi, device=device)
+            slot.holds, slot.state = (index, None), SlotState.IN_USE
+            self._candidates[index, None] = [slot]
+        self._sources |= ends
         self._pending: deque[WeightSlot] = deque()
         self.blocked_s = 0.0  # host time spent waiting for the optimizer since the last reset
+
+    def _slots(self, name: str, count: int, sources: Collection[Source]) -> list[WeightSlot]:
+        """Places that each take the largest of `sources`; none where there are none."""
+        if not sources:
+            return []
+        nbytes = max(source.nbytes for source in sources)
+        return [self._slot(f"{name}{i}", nbytes) for i in range(count)]
 
     def _slot(self, name: str, nbytes: int) -> WeightSlot:
         return WeightSlot(name, block=self._device.buffer(nbytes, dtype=torch.uint8), device=self._device)
 
     def block_of(self, unit: int) -> Tensor:
         """The place of the stem, the tail or a resident unit: always the same block."""
-        return self._own[unit].block
+        (slot,) = self._candidates[unit, None]
+        return slot.block
 
-    def holder(self, unit: int) -> WeightSlot:
+    def holder(self, unit: int, part: int | None = None) -> WeightSlot:
         """The slot that holds the unit. Raises RuntimeError if none does."""
-        slots = [self._own[unit]] if unit in self._own else self._shared
+        slots = self._candidates[unit, part]
         for slot in slots:
-            if slot.unit == unit:
+            if slot.holds == (unit, part):
                 return slot
-        raise RuntimeError(f"unit {unit} is in no slot: {[(s.name, s.unit, s.state.value) for s in slots]}")
+        raise RuntimeError(f"unit {unit} is in no slot: {[(s.name, s.holds, s.state.value) for s in slots]}")
 
-    def prefetch(self, unit: int) -> None:
+    def prefetch(self, unit: int, part: int | None = None) -> None:
         """Give the unit a free slot; its fetch starts now or as soon as it is updated."""
-        candidates = [self._own[unit]] if unit in self._own else self._shared
-        slot = next((s for s in candidates if s.state is SlotState.FREE), None)
+        slots = self._candidates[unit, part]
+        slot = next((s for s in slots if s.state is SlotState.FREE), None)
         if slot is None:
-            raise RuntimeError(f"no free slot for unit {unit}: {[(s.name, s.unit, s.state.value) for s in candidates]}")
-        slot.unit, slot.state = unit, SlotState.LOADING
+            raise RuntimeError(f"no free slot for unit {unit}: {[(s.name, s.holds, s.state.value) for s in slots]}")
+        slot.holds, slot.state = (unit, part), SlotState.LOADING
         self._pending.append(slot)
         self.start_updated()
 
     def start_updated(self) -> None:
         """Start every pending fetch whose unit is updated, in order. Never blocks."""
-        while self._pending and self._updates.updated(self._unit(self._pending[0])):
+        while self._pending and self._updates.updated(self._source(self._pending[0]).unit):
             self._start(self._pending.popleft())
 
-    def acquire(self, unit: int) -> dict[str, Tensor]:
-        """Views of the unit's tensors, for work enqueued on the compute stream from now on."""
-        slot = self.holder(unit)
+    def acquire(self, unit: int, part: int | None = None) -> WeightSlot:
+        """The unit's slot, for work enqueued on the compute stream from now on."""
+        slot = self.holder(unit, part)
         while slot in self._pending:
             self._start(self._pending.popleft())
         if slot.state is SlotState.LOADING:
             self._device.wait(slot.loaded, on=StreamName.COMPUTE, keeps="no read before load")
             slot.state = SlotState.IN_USE
-        return slot.views(unit, self._store)
+        return slot
 
-    def release(self, unit: int) -> None:
+    def release(self, unit: int, part: int | None = None) -> None:
         """The work enqueued so far was the last to read the unit."""
-        slot = self.holder(unit)
+        slot = self.holder(unit, part)
         if slot.state is not SlotState.IN_USE:
             raise RuntimeError(f"unit {unit} released while {slot.state.value} in {slot.name}")
         if self._poison:  # a read after release finds NaN, not last step's weights
-            self._device.touch(f"poison({unit})", on=StreamName.COMPUTE, writes=(slot.name,))
+            self._device.touch(f"poison({slot.name})", on=StreamName.COMPUTE, writes=(slot.name,))
             slot.block.fill_(0xFF)
         self._device.record(slot.released, on=StreamName.COMPUTE)
-        slot.unit, slot.state = None, SlotState.FREE
+        slot.holds, slot.state = None, SlotState.FREE
 
-    @staticmethod
-    def _unit(slot: WeightSlot) -> int:
-        assert slot.unit is not None
-        return slot.unit
+    def _source(self, slot: WeightSlot) -> Source:
+        assert slot.holds is not None
+        return self._sources[slot.holds]
 
     def _start(self, slot: WeightSlot) -> None:
-        unit = self._unit(slot)
+        source = self._source(slot)
         began = time.perf_counter()
-        self._updates.wait_updated(unit)  # no fetch before update; returns at once where it was seen to be done
+        self._updates.wait_updated(source.unit)  # no fetch before update; at once where it was seen to be done
         self.blocked_s += time.perf_counter() - began
         self._device.wait(slot.released, on=StreamName.FETCH, keeps="no overwrite before release")
-        source = self._store.units[unit].hi
-        self._device.copy(
-            slot.block[: source.numel()], source=source, on=StreamName.FETCH, reads=f"host{unit}", writes=slot.name
-        )
+        start = 0
+        for piece in source.pieces(loaded=slot.loaded):
+            stop = start + piece.source.numel()
+            target = slot.block[start:stop]
+            self._device.copy(target, source=piece.source, on=StreamName.FETCH, reads=piece.reads, writes=slot.name)
+            start = stop
         self._device.record(slot.loaded, on=StreamName.FETCH)

@@ -15,6 +15,7 @@ from megatrain.stream.step import StepNumbers, StepParts
 
 if TYPE_CHECKING:
     from megatrain.model.passes import Pass
+    from megatrain.model.sliced_tail import SlicedTail
 
 
 class RunningStep:
@@ -28,10 +29,21 @@ class RunningStep:
         self.gradient: list[Tensor | None] = [None] * len(batches)
         self.losses: list[Tensor] = []
         self.aux: Tensor | None = None
-        self.norms: dict[int, Tensor] = {}
+        self.tails: dict[int, SlicedTail] = {}  # by micro-batch, while a head in slices passes
+        self.norms: dict[int, Tensor] = {}  # by unit: of its parameters' gradients, or of parts of them
         self.home: dict[int, UnitGradient] = {}
         self.numbers_home: Event | None = None
         self.stalls: list[tuple[Event, Event, float]] = []  # around an acquire; host seconds spent on the optimizer
+
+    def hidden_of(self, m: int) -> Tensor:
+        """The current hidden states of a micro-batch."""
+        hidden = self.hidden[m]
+        assert hidden is not None
+        return hidden
+
+    def add_norms(self, unit: int, norms: Tensor) -> None:
+        """Note norms of parts of the unit's gradient: fp32 [parts]."""
+        self.norms[unit] = torch.cat([self.norms[unit], norms]) if unit in self.norms else norms
 
 
 class Numbers:

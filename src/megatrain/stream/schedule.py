@@ -10,13 +10,24 @@ At the turn from forward to backward the last layers are still in their slots, s
 
 The first `resident` units never leave the device: nothing fetches or frees them. The last `kept` layers run forward
 with a graph, which their backward uses up instead of recomputing it.
+
+With `head_slices` the head's weight comes in parts, on two places of its own, and is seen twice: once for the running
+log-sum-exp (`lse`), once more, in reverse, for the gradients (`slope`):
+
+    ... tail.fetch tail/0.fetch tail/1.fetch tail/0.lse.0 tail/0.lse.1 tail/0.free tail/2.fetch tail/1.lse.0 ...
+    tail.loss.0 tail.loss.1 tail/2.slope.0 tail/2.slope.1 tail/2.off tail/2.free tail/0.fetch tail/1.slope.0 ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+
+Stay = tuple[int, int | None]
+"""What occupies a place: a unit, or a part of one."""
+HEAD_PLACES = 2
+"""Parts of the head on the device at once: one is used while the next arrives."""
 
 
 class Do(Enum):
@@ -28,7 +39,9 @@ class Do(Enum):
     FORWARD = "fwd"  # a layer on one micro-batch, without a graph
     KEEP = "keep"  # the same with a graph, kept for the backward
     AUX = "aux"  # router loss over all micro-batches, at the turn
+    LSE = "lse"  # one part of the head on one micro-batch: what the loss needs of it
     LOSS = "loss"  # head and loss of one micro-batch, with the gradient of the hidden state when training
+    SLOPE = "slope"  # one part of the head on one micro-batch again: gradients of both
     LOAD = "load"  # a layer's stored input -> device, on the fetch stream
     BACKWARD = "bwd"  # a layer recomputed with a graph (unless that was kept) and differentiated, one micro-batch
     UNEMBED = "unembed"  # the backward of the stem, one micro-batch
@@ -38,11 +51,12 @@ class Do(Enum):
 
 @dataclass(frozen=True)
 class Op:
-    """One operation. `unit` counts as in the store: stem 0, layer i at i + 1, tail last."""
+    """`unit` counts as in the store: stem 0, layer i at i + 1, tail last. `part`: a slice of the head."""
 
     do: Do
     unit: int
     micro_batch: int | None = None
+    part: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,7 @@ class StepShape:
     train: bool  # False: forward and loss only
     resident: int = 0  # units that stay on the device: stem, layer 0, 1, ..., the tail last
     kept: int = 0  # layers, from the last, whose graph is kept; only with activations on the device
+    head_slices: int = 0  # parts of the head; 0: the head comes with the rest of the tail
 
     @property
     def tail(self) -> int:
@@ -79,6 +94,8 @@ def plan_step(shape: StepShape) -> tuple[Op, ...]:
         raise ValueError(f"the graphs of {shape.kept} layers cannot be kept: their weights would be gone")
     if shape.kept and shape.load_buffers:
         raise ValueError("graphs are kept only where activations stay on the device")
+    if shape.head_slices == 1 or (shape.head_slices and shape.resident):
+        raise ValueError("a head in slices has at least two, and no unit stays on the device")
     return tuple(_with_loads(_with_fetches(_compute(shape), shape), shape))
 
 
@@ -90,56 +107,89 @@ def _compute(shape: StepShape) -> list[Op]:
             if shape.train and shape.load_buffers:
                 ops.append(Op(Do.SAVE, unit, m))
             ops.append(Op(Do.KEEP if shape.keeps(unit) else Do.FORWARD, unit, m))
+    ops += _head(shape)
+    if shape.streams(shape.tail):
+        ops.append(Op(Do.FREE, shape.tail))
     if shape.train:
-        ops.append(Op(Do.AUX, shape.tail))
+        for unit in reversed(range(1, shape.tail)):
+            ops += [Op(Do.BACKWARD, unit, m) for m in every]
+            ops.append(Op(Do.OFFLOAD, unit))
+        ops += [*(Op(Do.UNEMBED, 0, m) for m in every), Op(Do.OFFLOAD, 0)]
+    return [*ops, Op(Do.FREE, 0)] if shape.streams(0) else ops
+
+
+def _head(shape: StepShape) -> list[Op]:
+    every, parts = range(shape.micro_batches), range(shape.head_slices)
+    ops = [Op(Do.AUX, shape.tail)] if shape.train else []
+    ops += [Op(Do.LSE, shape.tail, m, part) for part in parts for m in every]
     ops += [Op(Do.LOSS, shape.tail, m) for m in every]
-    free_tail = [Op(Do.FREE, shape.tail)] if shape.streams(shape.tail) else []
-    free_stem = [Op(Do.FREE, 0)] if shape.streams(0) else []
     if not shape.train:
-        return [*ops, *free_tail, *free_stem]
-    ops += [Op(Do.OFFLOAD, shape.tail), *free_tail]
-    for unit in reversed(range(1, shape.tail)):
-        ops += [Op(Do.BACKWARD, unit, m) for m in every]
-        ops.append(Op(Do.OFFLOAD, unit))
-    ops += [Op(Do.UNEMBED, 0, m) for m in every]
-    return [*ops, Op(Do.OFFLOAD, 0), *free_stem]
+        return ops
+    for part in reversed(parts):
+        ops += [Op(Do.SLOPE, shape.tail, m, part) for m in every]
+        ops.append(Op(Do.OFFLOAD, shape.tail, None, part))
+    return [*ops, Op(Do.OFFLOAD, shape.tail)]
 
 
 def _with_fetches(compute: Sequence[Op], shape: StepShape) -> list[Op]:
-    """Fetch each layer as early as a slot can be given up; a layer that is still there is not fetched again."""
-    visits: list[int] = []  # the layers in order of use, one entry per stay
-    visit_of: dict[int, int] = {}  # position in `compute` -> index of its visit
+    """Fetch each layer, and each part of the head, as early as a place can be given up."""
+
+    def layer(op: Op) -> Stay | None:
+        reads = op.do in (Do.FORWARD, Do.KEEP, Do.BACKWARD) and shape.streams(op.unit)
+        return (op.unit, None) if reads else None
+
+    def part(op: Op) -> Stay | None:
+        return (op.unit, op.part) if op.do in (Do.LSE, Do.SLOPE) else None
+
+    ops = _fetched(compute, stay=layer, places=shape.slots, behind=None)
+    fetch_tail = Op(Do.FETCH, shape.tail)
+    if shape.streams(shape.tail):  # behind the last layer: it is needed next
+        last = Op(Do.FETCH, shape.layers)
+        ops.insert(ops.index(last) + 1 if last in ops else 0, fetch_tail)
+    if shape.streams(0):
+        ops.insert(0, Op(Do.FETCH, 0))
+    return _fetched(ops, stay=part, places=HEAD_PLACES, behind=fetch_tail) if shape.head_slices else ops
+
+
+def _fetched(compute: Sequence[Op], *, stay: Callable[[Op], Stay | None], places: int, behind: Op | None) -> list[Op]:
+    """Insert the fetches and frees of what `stay` says that an operation reads, none before the operation `behind`.
+
+    What is still in one of the `places` is not fetched again.
+    """
+    stays: list[Stay] = []  # in order of use, one entry per stay
+    stay_of: dict[int, int] = {}  # position in `compute` -> index of its stay
     for position, op in enumerate(compute):
-        if op.do in (Do.FORWARD, Do.KEEP, Do.BACKWARD) and shape.streams(op.unit):
-            if not visits or visits[-1] != op.unit:
-                visits.append(op.unit)
-            visit_of[position] = len(visits) - 1
-    out: list[Op] = [Op(Do.FETCH, 0)] if shape.streams(0) else []
-    resident: list[int] = []
+        wanted = stay(op)
+        if wanted is not None:
+            if not stays or stays[-1] != wanted:
+                stays.append(wanted)
+            stay_of[position] = len(stays) - 1
+    out: list[Op] = []
+    resident: list[Stay] = []
     now, ahead = 0, 0
-    tail_fetched = not shape.streams(shape.tail)
-    if not visits and not tail_fetched:
-        out.append(Op(Do.FETCH, shape.tail))
-        tail_fetched = True
+    begun = behind is None
     for position, op in enumerate(compute):
-        now = visit_of.get(position, now)
+        now = stay_of.get(position, now)
         ahead = max(ahead, now)
-        while ahead < len(visits):
-            if visits[ahead] not in resident:
-                if len(resident) == shape.slots:
-                    idle = [unit for unit in resident if unit not in visits[now : ahead + 1]]
+        while begun and ahead < len(stays):
+            if stays[ahead] not in resident:
+                if len(resident) == places:
+                    idle = [one for one in resident if one not in stays[now : ahead + 1]]
                     if not idle:
                         break
                     resident.remove(idle[0])
-                    out.append(Op(Do.FREE, idle[0]))
-                resident.append(visits[ahead])
-                out.append(Op(Do.FETCH, visits[ahead]))
-            if not tail_fetched and visits[ahead] == shape.layers:
-                out.append(Op(Do.FETCH, shape.tail))  # behind the last layer: it is needed next
-                tail_fetched = True
+                    out.append(_op(Do.FREE, idle[0]))
+                resident.append(stays[ahead])
+                out.append(_op(Do.FETCH, stays[ahead]))
             ahead += 1
         out.append(op)
-    return [*out, *(Op(Do.FREE, unit) for unit in resident)]
+        begun = begun or op == behind
+    return [*out, *(_op(Do.FREE, one) for one in resident)]
+
+
+def _op(do: Do, stay: Stay) -> Op:
+    unit, part = stay
+    return Op(do, unit, None, part)
 
 
 def _with_loads(ops: Sequence[Op], shape: StepShape) -> list[Op]:
@@ -160,68 +210,10 @@ def _with_loads(ops: Sequence[Op], shape: StepShape) -> list[Op]:
     return out
 
 
-class PlanError(ValueError):
-    """A plan that would read what is not there or hold more than it may."""
-
-
-def check(plan: Sequence[Op], shape: StepShape) -> None:
-    """Raise PlanError, with the faulty operation marked, unless `plan` keeps *bounded residency*."""
-    always = set(range(shape.resident))
-    resident: set[int] = set()
-    stored: set[tuple[int, int | None]] = set()
-    loaded: set[tuple[int, int | None]] = set()
-    graphs: set[tuple[int, int | None]] = set()
-
-    def refuse(index: int, why: str) -> None:
-        marked = [f">>{text(o, shape)}<<" if i == index else text(o, shape) for i, o in enumerate(plan)]
-        raise PlanError(f"{why}: {' '.join(marked[max(0, index - 8) : index + 4])}")
-
-    for index, op in enumerate(plan):
-        key = (op.unit, op.micro_batch)
-        match op.do:
-            case Do.FETCH:
-                if op.unit in resident | always:
-                    refuse(index, "fetched twice")
-                resident.add(op.unit)
-                if len(resident - {0, shape.tail}) > shape.slots:
-                    refuse(index, f"more than {shape.slots} layers resident")
-            case Do.FREE:
-                if op.unit not in resident:
-                    refuse(index, "freed but not resident")
-                if any(unit == op.unit for unit, _ in graphs):
-                    refuse(index, "freed while a graph still reads it")
-                resident.remove(op.unit)
-            case Do.SAVE:
-                stored.add(key)
-            case Do.LOAD:
-                if key not in stored:
-                    refuse(index, "loaded before it was saved")
-                loaded.add(key)
-                if len(loaded) > shape.load_buffers:
-                    refuse(index, f"more than {shape.load_buffers} stored inputs on the device")
-            case Do.EMBED | Do.FORWARD | Do.KEEP | Do.LOSS | Do.BACKWARD | Do.UNEMBED:
-                if op.unit not in resident | always:
-                    refuse(index, "not resident")
-                if op.do is Do.KEEP:
-                    graphs.add(key)
-                if op.do is Do.BACKWARD and shape.keeps(op.unit):
-                    if key not in graphs:
-                        refuse(index, "no graph was kept")
-                    graphs.remove(key)
-                if op.do is Do.BACKWARD and shape.load_buffers:
-                    if key not in loaded:
-                        refuse(index, "input not loaded")
-                    loaded.remove(key)
-            case Do.AUX | Do.OFFLOAD:
-                pass
-    if resident or loaded or graphs:
-        left = f"units {sorted(resident)}, inputs {sorted(loaded, key=str)}, graphs {sorted(graphs, key=str)}"
-        raise PlanError(f"left over at the end: {left}")
-
-
 def text(op: Op, shape: StepShape) -> str:
-    """`3.fwd.0`: unit, operation, micro-batch."""
+    """`3.fwd.0`: unit, operation, micro-batch; `tail/2.lse.0`: of part 2 of the head."""
     unit = "stem" if op.unit == 0 else "tail" if op.unit == shape.tail else str(op.unit - 1)
+    unit += "" if op.part is None else f"/{op.part}"
     return f"{unit}.{op.do.value}" + ("" if op.micro_batch is None else f".{op.micro_batch}")
 
 

@@ -16,10 +16,18 @@ class Geometry:
     slots: int
     grad_buffers: int
     load_buffers: int  # 0: activations stay on the device
-    head_chunk: int  # tokens of logits alive at once
+    head_chunk: int  # tokens of logits (of a slice, if there are slices) alive at once
     input_bytes: int  # of one micro-batch's stored input, at most
     resident: int = 0  # units, from the stem on, whose weights and optimizer state stay on the device
     kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
+    head_slices: int = 0  # the head's weight comes in so many slices, the embedding as rows; 0: both come whole
+    embedding_rows: int = 0  # with slices: the most distinct tokens of a step
+
+
+def slice_rows(rows: int, *, slices: int) -> int:
+    """Rows of every slice but the last of a matrix of `rows`: a multiple of 8, which products like, unless tiny."""
+    height = -(-rows // slices)
+    return height if height < 64 else -(-height // 8) * 8
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from megatrain.optim.kernel.on_device import NAME, SOURCE, DeviceKernel
 from megatrain.optim.threads import optimizer_threads
 from megatrain.optim.together import Together
 from megatrain.optim.worker import OptimizerWorker
+from megatrain.plan.accounting import sliced_ends
 from megatrain.plan.hardware import DeviceMemory, read_host_memory, read_page_lock
 from megatrain.plan.job import CONTEXT_BYTES, MOMENT_BYTES, Job, Limits, Settings
 from megatrain.plan.memory import MemoryPlan, decide
@@ -171,11 +172,13 @@ def build_rooms(
     chosen, model = planned.plan, planned.model
     row_bytes = footprint(chosen.input_bytes, pinned=True)
     stored_rows = len(model.anatomy.layers) * chosen.micro_batches if chosen.load_buffers else 0
+    ends = sliced_ends(chosen, sizes=model.sizes)
+    embedding_rows = footprint(ends.row_block_bytes, pinned=True) if ends else 0
     store = HostStore.allocate(
         model.anatomy,
         pin=planned.on_cuda,
         threads=chosen.threads,
-        extra_pinned_bytes=stored_rows * row_bytes,
+        extra_pinned_bytes=stored_rows * row_bytes + embedding_rows,
         moments=moments_of(planned.recipe),
     )
     fill(store)
@@ -214,6 +217,8 @@ def build_executor(
             input_bytes=chosen.input_bytes,
             resident=chosen.resident,
             kept=chosen.kept,
+            head_slices=chosen.head_slices,
+            embedding_rows=chosen.embedding_rows,
         ),
         updates=worker if stop is None else PolledUpdates(worker, stop=stop),
     )
