@@ -52,8 +52,7 @@ class Baseline:
 
     @property
     def host_peak_bytes(self) -> int:
-        """Of the process, or of the whole host if that grew by more: page-locked memory may not count as its."""
-        return int(max(self._number("host_peak_bytes"), self._number("host_grown_bytes")))
+        return int(self._number("host_peak_bytes"))
 
     @property
     def words(self) -> str:
@@ -131,7 +130,10 @@ def _wait(child: subprocess.Popen[bytes], *, watch: _HostWatch, timeout_s: float
             child.wait(timeout=POLL_S)
             return None
         if watch.exhausted():
-            return f"does not fit in host memory ({format_size(watch.limit_bytes)}, {watch.limit_source})"
+            return (
+                f"does not fit in host memory ({format_size(watch.limit_bytes)}, {watch.limit_source}; "
+                f"{format_size(watch.before_bytes)} were in use before)"
+            )
         if time.monotonic() > deadline:
             return f"not done after {timeout_s:g} s"
 
@@ -159,12 +161,12 @@ class _HostWatch:
         host = read_host_memory()
         self.limit_bytes, self.limit_source = host.limit.bytes, host.limit.source
         self._may_grow = host.may_grow  # what is free now says nothing about what will be plugged in
-        self._before = self._most = self._used()
+        self.before_bytes = self._most = self._used()
 
     @property
     def grown_bytes(self) -> int:
-        """The most that was used beyond what was used at the beginning, by everybody."""
-        return self._most - self._before
+        """The most that was used beyond what was used at the beginning, by everybody on this host."""
+        return self._most - self.before_bytes
 
     def exhausted(self) -> bool:
         self._most = max(self._most, self._used())
