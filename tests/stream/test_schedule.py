@@ -80,3 +80,53 @@ def test_faulty_plans_are_refused_with_the_operation_marked() -> None:
 def test_one_slot_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         plan_step(shape(slots=1))
+
+
+def sliced(slices: int, *, micro_batches: int = 1, loads: int = 0, train: bool = True) -> StepShape:
+    return StepShape(2, micro_batches, 2, loads, train, head_slices=slices)
+
+
+def test_a_head_in_slices_is_seen_twice_and_nothing_is_fetched_at_the_turn() -> None:
+    s = sliced(3)
+    assert show(plan_step(s), s).split() == [
+        "stem.fetch", "0.fetch", "1.fetch", "tail.fetch", "tail/0.fetch", "tail/1.fetch", "stem.embed.0",
+        "0.fwd.0", "1.fwd.0", "tail.aux", "tail/0.lse.0", "tail/0.free", "tail/2.fetch", "tail/1.lse.0",
+        "tail/2.lse.0", "tail.loss.0", "tail/2.slope.0", "tail/2.off", "tail/2.free", "tail/0.fetch",
+        "tail/1.slope.0", "tail/1.off", "tail/0.slope.0", "tail/0.off", "tail.off", "tail.free",
+        "1.bwd.0", "1.off", "0.bwd.0", "0.off", "stem.unembed.0", "stem.off", "stem.free", "0.free", "1.free",
+        "tail/1.free", "tail/0.free",
+    ]  # fmt: skip
+
+
+def test_slices_keep_their_bounds() -> None:
+    for slices, m, loads, train in itertools.product(range(2, 9), range(1, 4), range(3), (True, False)):
+        s = sliced(slices, micro_batches=m, loads=loads, train=train)
+        plan = plan_step(s)
+        check(plan, s)
+        fetches = [op for op in plan if op.do is Do.FETCH and op.part is not None]
+        assert len(fetches) == (2 * slices - 2 if train else slices)  # both at the turn are still there
+        assert sum(op.do is Do.LSE for op in plan) == slices * m
+        assert sum(op.do is Do.SLOPE for op in plan) == (slices * m if train else 0)
+
+
+def test_faulty_plans_of_slices_are_refused() -> None:
+    s = sliced(3, micro_batches=2)
+    plan = list(plan_step(s))
+
+    def without(op: Op) -> list[Op]:
+        return [other for other in plan if other != op]
+
+    with pytest.raises(PlanError, match=r"not resident: .*>>tail/0\.lse\.0<<"):
+        check(without(Op(Do.FETCH, s.tail, None, 0)), s)
+    with pytest.raises(PlanError, match=r"not measured: .*>>tail\.loss\.1<<"):
+        check(without(Op(Do.LSE, s.tail, 1, 2)), s)
+    with pytest.raises(PlanError, match="before every micro-batch added"):
+        check(without(Op(Do.SLOPE, s.tail, 1, 2)), s)
+    with pytest.raises(PlanError, match="still open"):
+        check(without(Op(Do.OFFLOAD, s.tail, None, 2)), s)
+    with pytest.raises(PlanError, match="more than 2 parts"):
+        check(without(Op(Do.FREE, s.tail, None, 0)), s)
+    with pytest.raises(ValueError, match="at least two"):
+        plan_step(sliced(1))
+    with pytest.raises(ValueError, match="no unit stays"):
+        plan_step(StepShape(2, 1, 2, 0, True, resident=1, head_slices=2))
