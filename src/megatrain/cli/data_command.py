@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatrain.cli.output import emit
+from megatrain.cli.output import emit, harmless
 from megatrain.recipe import load_recipe
 from megatrain.report.console import colours
 
@@ -127,7 +127,7 @@ def _tally(tally: dict[str, Any], *, what: str) -> list[str]:
     lines = [f"  {tally['count']:,} {what}:"]
     for row in tally["rows"][:_REASONS]:
         place = row["file"] if row["line"] is None else f"{row['file']}:{row['line']}"
-        lines.append(f"    {place}: row {row['row']}: {row['reason']}")
+        lines.append(harmless(f"    {place}: row {row['row']}: {row['reason']}"))
     if tally["count"] > _REASONS:
         lines.append(f"    and {tally['count'] - _REASONS:,} more")
     return lines
@@ -143,6 +143,7 @@ def _totals_text(totals: dict[str, Any], *, role: str) -> list[str]:
 
 
 def _span(span: dict[str, Any], *, coloured: bool) -> str:
+    text = harmless(str(span["text"]))
     if not span["supervised"]:
-        return str(span["text"])
-    return f"{_GREEN}{span['text']}{_RESET}" if coloured else f"{_OPEN}{span['text']}{_CLOSE}"
+        return text
+    return f"{_GREEN}{text}{_RESET}" if coloured else f"{_OPEN}{text}{_CLOSE}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -19,6 +20,7 @@ from megatrain.errors import DISK_FAULTS, DiskError, DoesNotFit, MegatrainError,
 from megatrain.report.console import colours
 
 INTERRUPTED = 130
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _BROKEN_PIPE = 141
 
 
@@ -60,8 +62,17 @@ def guarded(*, json: bool) -> Iterator[Guard]:
 
 
 def emit(result: Mapping[str, Any]) -> None:
-    """`result` as the one JSON line of stdout. Numbers that are not finite are a bug (ValueError)."""
-    print(json_format.dumps(result, allow_nan=False, ensure_ascii=False), flush=True)
+    """`result` as the one JSON line of stdout. Numbers that are not finite are a bug (ValueError).
+
+    Half a surrogate pair, as in a file's name that is no UTF-8, stays JSON's escape of it.
+    """
+    text = json_format.dumps(result, allow_nan=False, ensure_ascii=False)
+    print(text.encode("utf-8", "backslashreplace").decode(), flush=True)
+
+
+def harmless(text: str) -> str:
+    """`text` for a terminal: control characters, which a row or a file's name may hold, as escapes."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def error_object(error: MegatrainError) -> dict[str, Any]:
@@ -98,9 +109,9 @@ def _object(code: int, *, kind: str, message: str, hint: str | None, where: str 
 
 def _print_message(message: str, *, hint: str | None) -> None:
     coloured = colours(sys.stderr)
-    print(f"{_paint('error', code='1;31', coloured=coloured)}: {message}", file=sys.stderr)
+    print(f"{_paint('error', code='1;31', coloured=coloured)}: {harmless(message)}", file=sys.stderr)
     if hint:
-        print(f"{_paint('hint', code='1;36', coloured=coloured)}: {hint}", file=sys.stderr)
+        print(f"{_paint('hint', code='1;36', coloured=coloured)}: {harmless(hint)}", file=sys.stderr)
     sys.stderr.flush()
 
 

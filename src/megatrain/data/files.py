@@ -118,7 +118,7 @@ def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
     saved = folder / "dataset_dict.json"  # datasets.DatasetDict.save_to_disk
     if saved.is_file():
         names = [str(name) for name in _list_in(saved, key="splits")]
-        if split not in names or Path(split).name != split:
+        if split not in names or "/" in split or split == "..":
             raise _no_split(folder, split=split, names=names)
         folder = folder / split
     state = folder / "state.json"  # datasets.Dataset.save_to_disk; says the order of its files

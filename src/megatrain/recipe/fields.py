@@ -5,6 +5,7 @@ Each raises PydanticCustomError with the finished message, so that no pydantic w
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -101,7 +102,9 @@ def plain_values(value: object) -> Any:
         return [plain_values(child) for child in value]
     if isinstance(value, Expanded):
         found = number(value)
-        return str(value) if found is None else found
+        value = str(value) if found is None else found
+    if isinstance(value, float) and not math.isfinite(value):
+        raise mistake(f"must hold finite numbers, not {shown(value)}")
     return value
 
 

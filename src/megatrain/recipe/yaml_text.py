@@ -12,7 +12,7 @@ from megatrain.recipe.problems import Problem
 from megatrain.recipe.scalars import is_text, scalar, shown
 from megatrain.recipe.tree import Mark, Node, dotted
 
-_MAX_NODES = 20_000  # aliases multiply: nine lines of them can stand for a billion nodes
+_MAX_NODES = 10_000  # aliases multiply: nine lines of them can stand for a billion nodes
 _MAX_DEPTH = 50
 _MAX_CHARACTERS = 1 << 20
 _CORE_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("str", "seq", "map")}
@@ -122,7 +122,7 @@ class _Builder:
             if not isinstance(key_node, yaml.ScalarNode):
                 self.note(key_node, path=path, text="a key must be a name, not a list or a mapping")
                 continue
-            key = key_node.value
+            key = key_node.value.replace("$${", "${")  # keys are not expanded, but written like values
             if not is_text(key):
                 self.note(key_node, path=path, text="a key holds half a surrogate pair, which is no character")
                 continue
@@ -139,7 +139,7 @@ class _Builder:
 
     def merged(self, node: yaml.Node, *, path: tuple[str | int, ...]) -> dict[str, Node]:
         """YAML's ``<<: *anchor`` (of one mapping or a list of them, the first one winning)."""
-        built = self.build(node, path=path)
+        built = self.build(node, path=(*path, "<<"))  # one deeper: a mapping may merge itself
         sources = built.value if isinstance(built.value, list) else [built]
         found: dict[str, Node] = {}
         for source in reversed(sources):

@@ -102,8 +102,8 @@ def read_manifest(folder: Path) -> Manifest:
             raise Damaged(f"the manifest names a file outside the checkpoint: {name[:100]!r}")
         try:
             size = (folder / name).stat().st_size
-        except OSError:
-            raise Damaged(f"{name} is missing") from None
+        except (OSError, ValueError):  # ValueError: a null character
+            raise Damaged(f"{name[:100]!r} is missing") from None
         if size != info.bytes:
             raise Damaged(f"{name} has {size} bytes, the manifest says {info.bytes}")
     return manifest
