@@ -12,6 +12,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.model.sizes_types import ModelSizes, SliceSizes
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.cutting import attempt
+from megatrain.plan.explain import explain
 from megatrain.plan.memory import decide
 from megatrain.plan.rates import Rates
 from megatrain.plan.speed import estimate
@@ -40,6 +41,14 @@ def test_what_would_not_fit_fits_in_slices(sizes: ModelSizes, gib: int) -> None:
     assert sliced.head_slices >= 2
     assert sliced.resident == 0
     assert sliced.embedding_rows == 8 * 1024 + 1
+
+
+def test_the_plan_says_that_slices_cost_a_product() -> None:
+    asked = job(SEVEN, batch=8, seq=1024, vram=8 * GIB, stem_shared=False)
+    sliced = explain(attempt(asked), job=asked)
+    assert [s for s in sliced if "4 slices" in s and "one more product" in s]
+    roomy = replace(asked, memory=replace(asked.memory, vram=24 * GIB))
+    assert not [s for s in explain(attempt(roomy), job=roomy) if "slices" in s]
 
 
 def test_memory_does_not_depend_on_the_vocabulary() -> None:

@@ -10,7 +10,8 @@ from megatrain.plan.words import gib
 
 def explain(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     """One sentence a decision."""
-    return (*_cut(plan, job=job), *_activations(plan, job=job), *_residency(plan, job=job), *_bounds(plan))
+    parts = (_cut(plan, job=job), _activations(plan, job=job), _residency(plan, job=job), _slices(plan), _bounds(plan))
+    return tuple(sentence for part in parts for sentence in part)
 
 
 def _cut(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
@@ -63,6 +64,15 @@ def _residency(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
         kept = gib(plan.device["kept graphs"])
         said.append(f"the last {plan.kept} layers keep what their backward needs ({kept}) and recompute nothing")
     return tuple(said)
+
+
+def _slices(plan: MemoryPlan) -> tuple[str, ...]:
+    if not plan.head_slices:
+        return ()
+    return (
+        f"the head comes in {plan.head_slices} slices and the embedding as the rows that a step reads, because the "
+        "device has no room for them; it costs one more product with the head",
+    )
 
 
 def _bounds(plan: MemoryPlan) -> tuple[str, ...]:
