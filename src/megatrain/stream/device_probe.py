@@ -60,3 +60,8 @@ def _best_s(device: torch.device, copy: Callable[[], None]) -> float:
         torch.cuda.synchronize(device)
         times.append(time.perf_counter() - began)
     return min(times[1:])
+
+
+def allocated_peak_bytes(device: torch.device) -> int:
+    """Peak of what tensors took of PyTorch's pool."""
+    return int(torch.cuda.max_memory_allocated(device))
