@@ -130,12 +130,12 @@ class Rehearsals:
 
         labels = Labels()
 
-        def note(tensor: Tensor) -> Tensor:
+        def note(tensor: Tensor) -> None:
+            """Nothing is kept for a backward that never comes: an output kept by its own graph would never be freed."""
             labels.kept(tensor)
             storage = tensor.untyped_storage()
             if storage._cdata not in known and tensor.grad_fn is not None:
                 counted.setdefault(storage._cdata, storage)
-            return tensor
 
         watch = _Watch(labels)
         parts.sites.put(weights)
