@@ -50,12 +50,13 @@ class Sample:
 
 
 def soak(steps: int, *, folder: Path, device: str, every: int) -> list[Sample]:
-    """Train a million parameters with evaluations and checkpoints, sampled every so many steps."""
+    """Train a million parameters with evaluations and checkpoints; a line every so many steps."""
     samples: list[Sample] = []
 
     def on_event(event: Any, stop: object) -> None:
         if isinstance(event, StepReport) and (event.step <= 4 or event.step % every == 0):
             samples.append(Sample.now(event.step, vram_bytes=event.vram_peak_bytes))
+            print(line(samples[-1], before=samples[max(0, len(samples) - 2)]), flush=True)
 
     recipe = whole_recipe(
         folder / "run",
@@ -67,6 +68,12 @@ def soak(steps: int, *, folder: Path, device: str, every: int) -> list[Sample]:
     )
     session(recipe, on_event=on_event).run()
     return samples
+
+
+def line(s: Sample, *, before: Sample) -> str:
+    faults = (s.minor_faults - before.minor_faults) / max(1, s.step - before.step)
+    memory = f"{s.rss_bytes / MIB:7.1f}  {s.vram_bytes / MIB:7.1f}"
+    return f"{s.step:6}  {memory}  {s.files:5}  {s.threads:7}  {faults:8.1f}"
 
 
 def problems(samples: Sequence[Sample], *, steps: int) -> list[str]:
@@ -91,17 +98,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--device", default="cpu")
     chosen = parser.parse_args()
+    print("  step      RSS     VRAM  files  threads  minor faults per step since the line before")
     with tempfile.TemporaryDirectory() as folder:
         samples = soak(chosen.steps, folder=Path(folder), device=chosen.device, every=max(1, chosen.steps // 20))
-    print("  step      RSS     VRAM  files  threads  minor faults per step since the line before")
-    before = samples[0]
-    for s in samples:
-        faults = (s.minor_faults - before.minor_faults) / max(1, s.step - before.step)
-        print(
-            f"{s.step:6}  {s.rss_bytes / MIB:7.1f}  {s.vram_bytes / MIB:7.1f}  {s.files:5}  {s.threads:7}"
-            f"  {faults:8.1f}"
-        )
-        before = s
     found = problems(samples, steps=chosen.steps)
     print("\n".join(found) or "nothing grew")
     sys.exit(bool(found))
