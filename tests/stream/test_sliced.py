@@ -29,6 +29,8 @@ from megatrain.model.sizes_types import ModelSizes
 from megatrain.plan.accounting import MemoryPlan, Terms, account
 from megatrain.plan.hardware import Limit
 from megatrain.stream.device import CpuDevice
+from megatrain.stream.executor import StreamingExecutor
+from megatrain.stream.step import Geometry
 
 CHUNKED = 5e-7
 """A chunked head (contract): relative to a tensor's largest element if that is over 1."""
@@ -131,6 +133,26 @@ def test_rows_that_no_token_reads_have_no_gradient() -> None:
     assert not bool(found[unused].any())
     assert torch.equal(found.any(1), expected["model.embed_tokens.weight"].any(1))
     assert worst({"": found}, {"": expected["model.embed_tokens.weight"]}) <= CHUNKED
+
+
+@pytest.mark.parametrize("slices", [0, 2])
+def test_a_model_can_be_bound_again(slices: int) -> None:
+    """As when a run is cut anew: with other slices, or whole."""
+    batches = batches_of(2, packed=True, seed=4)
+    with streamed("llama tied", weights=reference_model("llama tied"), micro_batches=2, slots=2, head_slices=5) as run:
+        first = run.executor.train_step(batches, seed=0).result()
+        run.store.arena.rewind()
+        again = StreamingExecutor(
+            run.model,
+            store=run.store,
+            device=CpuDevice(),
+            geometry=Geometry(2, 2, 2, 0, 48, 1, head_slices=slices, embedding_rows=VOCABULARY if slices else 0),
+            updates=run.worker,
+            poison=True,
+        )
+        second = again.train_step(batches, seed=0).result()
+    assert second.loss == pytest.approx(first.loss, rel=CHUNKED)
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-6)
 
 
 class CountingDevice(CpuDevice):

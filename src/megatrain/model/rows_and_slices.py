@@ -23,7 +23,12 @@ class BoundSlices:
         """
         self._slicing, self._bound, self._run = slicing, bound, run
         self._table: Tensor | None = None
-        slicing.lookup.register_forward_pre_hook(self._to_rows)
+        self._hook = slicing.lookup.register_forward_pre_hook(self._to_rows)
+
+    def remove(self) -> None:
+        """Let the model look up token ids again: it is bound anew."""
+        self._hook.remove()
+        self._slicing.lookup.padding_idx = self._slicing.padding
 
     def head(self, whole: Head) -> SliceableHead:
         """The head as a function of a slice; `whole` tells what else it reads."""

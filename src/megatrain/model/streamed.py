@@ -100,6 +100,7 @@ class StreamedModel:
         self.stem_parameters: tuple[Tensor, ...] = ()
         self.head = Head(self._logits, spec.compile, (), ())
         self.sliced_head: SliceableHead | None = None
+        self._slices: BoundSlices | None = None
 
     @classmethod
     def build(cls, spec: ModelSpec, *, rng: Rng) -> StreamedModel:
@@ -233,15 +234,18 @@ class StreamedModel:
             raise RuntimeError(f"the head of {self.spec.config.model_type} cannot be sliced")
         missing = {} if slicing.tied else {slicing.head.name: self._parts.outer[slicing.head.name]}
         bound = self.bind_outer(stem={**stem, slicing.embedding.name: rows}, tail={**tail, **missing})
-        found = BoundSlices(slicing, bound=bound, run=self._logits)
-        self.sliced_head = found.head(self.head)
-        return found
+        self._slices = BoundSlices(slicing, bound=bound, run=self._logits)
+        self.sliced_head = self._slices.head(self.head)
+        return self._slices
 
     def bind_outer(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Make the given tensors (views of what stays on the device) the outer parameters and persistent buffers.
 
         Returns them by name, as they are bound.
         """
+        if self._slices is not None:
+            self._slices.remove()
+            self._slices = self.sliced_head = None
         trainable = {e.name for unit in (self.anatomy.stem, self.anatomy.tail) for e in unit.layout.params}
         bound = {n: nn.Parameter(t) if n in trainable else t for n, t in (*stem.items(), *tail.items())}
         self._outer_sites.put(bound)
