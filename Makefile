@@ -36,6 +36,7 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/megatrain recipe check $(wildcard recipes/*.yaml)
 	$(BIN)/python scripts/recipe_doc.py --check
+	$(BIN)/python scripts/memory_doc.py --check
 
 format: setup
 	$(BIN)/ruff check --fix .
@@ -55,6 +56,7 @@ bench: setup
 
 docs: setup
 	$(BIN)/python scripts/recipe_doc.py
+	$(BIN)/python scripts/memory_doc.py
 	$(BIN)/python scripts/models_doc.py
 
 clean:
