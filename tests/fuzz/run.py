@@ -27,12 +27,11 @@ def main() -> int:
     parser.add_argument("targets", nargs="*")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=Path("fuzz-findings"))
-    parser.add_argument("--engine", choices=("hypothesis", "atheris"), default="hypothesis")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.worker:
-        return _work(options.targets[0], minutes=options.minutes, out=options.out, engine=options.engine)
+        return _work(options.targets[0], minutes=options.minutes, out=options.out)
     from fuzz.targets import TARGETS
 
     found = 0
@@ -43,7 +42,7 @@ def main() -> int:
 
 def _in_a_process(name: str, *, options: argparse.Namespace) -> int:
     command = [sys.executable, str(_FILE), name, "--worker", "--minutes", str(options.minutes)]
-    command += ["--out", str(options.out), "--engine", options.engine]
+    command += ["--out", str(options.out)]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         code = process.wait(timeout=options.minutes * 60 + 300)
@@ -93,11 +92,11 @@ class Findings:
             (self.out / f"{key}.txt").write_text(text[-6000:], errors="backslashreplace")
 
 
-def _work(name: str, *, minutes: float, out: Path, engine: str) -> int:
+def _work(name: str, *, minutes: float, out: Path) -> int:
     findings = Findings(name, out=out)
     begin_s = time.monotonic()
-    (_guided if engine == "atheris" else _random)(findings, seconds=minutes * 60)
-    line = {"target": name, "engine": engine, "inputs": sum(findings.counts.values()), **findings.counts}
+    _random(findings, seconds=minutes * 60)
+    line = {"target": name, "inputs": sum(findings.counts.values()), **findings.counts}
     print(json.dumps(line | {"places": len(findings.smallest), "s": round(time.monotonic() - begin_s)}), flush=True)
     (out / f"{name}.last").unlink(missing_ok=True)
     return 1 if findings.smallest else 0
@@ -123,27 +122,6 @@ def _random(findings: Findings, *, seconds: float) -> None:
 
     while time.monotonic() < until_s:
         once()
-
-
-def _guided(findings: Findings, *, seconds: float) -> None:
-    """Coverage-guided, from the kept corpus; needs ``pip install atheris``."""
-    import atheris
-
-    with atheris.instrument_imports(include=["megatrain"]):
-        from fuzz.targets import TARGETS
-    corpus = Path(tempfile.mkdtemp(prefix="corpus-"))
-    kept = _FILE.parent / "corpus" / findings.target.name
-    if kept.is_dir():
-        shutil.copytree(kept, corpus, dirs_exist_ok=True)
-    assert findings.target is TARGETS[findings.target.name]
-    pid = os.fork()
-    if pid == 0:  # libFuzzer ends the process by itself
-        atheris.Setup(
-            [sys.argv[0], str(corpus), f"-max_total_time={int(seconds)}", "-verbosity=0", "-close_fd_mask=3"], findings
-        )
-        atheris.Fuzz()
-        os._exit(0)
-    os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":
