@@ -34,23 +34,6 @@ def test_pinned_blocks_are_page_locked_and_others_are_not() -> None:
     assert not blocks[0].is_pinned()
 
 
-def test_pageable_blocks_can_be_page_locked_after_all() -> None:
-    """In one registration: a copy crosses from one block into the next."""
-    arena = Arena(pinned_bytes=BLOCK, pageable_bytes=2 * BLOCK + 1000, threads=4, pin=True)
-    first, *later = [arena.take(n, pinned=p) for n, p in ((BLOCK, True), (BLOCK + 300, False), (BLOCK, False))]
-    assert [b.is_pinned() for b in (first, *later)] == [True, False, False]
-    assert arena.lock_pageable()
-    assert [b.is_pinned() for b in (first, *later)] == [True, True, True]
-    assert arena.pinned_fraction == 1.0
-    there = torch.arange(1 << 20, dtype=torch.int32, device="cuda").view(torch.uint8)
-    for block in later:
-        block[: there.numel()].copy_(there, non_blocking=True)
-        torch.cuda.synchronize()
-        assert torch.equal(block[: there.numel()], there.cpu())
-    arena.close()
-    assert not later[0].is_pinned()
-
-
 def test_the_same_addresses_can_be_locked_again() -> None:
     for _ in range(3):
         arena = Arena(pinned_bytes=BLOCK, pageable_bytes=0, threads=4, pin=True)

@@ -104,7 +104,7 @@ def test_the_words() -> None:
 
 
 def test_the_picture_can_be_coloured() -> None:
-    trace = StepTrace((Span("compute", "x", 0.0, 1.0), Span("visit in", "y", 0.0, 0.5, 10)), 0.0, 1.0)
+    trace = StepTrace((Span("compute", "x", 0.0, 1.0), Span("fetch", "y", 0.0, 0.5, 10)), 0.0, 1.0)
     plain, coloured = trace_text(trace, coloured=False), trace_text(trace, coloured=True)
     assert "\x1b" not in plain
     assert coloured.count("\x1b[0m") == len(plain.splitlines()) - 1

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatrain.train.baselines.runner import Baseline
     from megatrain.train.bench_report import BenchReport, StepTrace
 
-_COLOURS = {"fetch": "36", "compute": "32", "send": "35", "visit": "34", "optimizer": "33"}
+_COLOURS = {"fetch": "36", "compute": "32", "send": "35", "optimizer": "33"}
 
 
 def report_text(report: BenchReport) -> str:

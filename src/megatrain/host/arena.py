@@ -62,7 +62,6 @@ class Arena:
         self._pin = pin
         self._wanted_locked = 0
         self._locked: dict[int, int] = {}  # address -> bytes
-        self._pageable = (self._size, 0)  # from the first to the last block that was taken as such
         self._failure: str | None = None
 
     def take(self, nbytes: int, *, pinned: bool) -> Tensor:
@@ -75,8 +74,6 @@ class Arena:
         if end > self._size:
             raise RuntimeError(f"arena of {self._size} bytes has no room for {nbytes} more after {self._next}")
         self._next = end
-        if not pinned and nbytes:
-            self._pageable = (min(self._pageable[0], start), max(self._pageable[1], end))
         block = torch.from_numpy(self._memory[start : start + nbytes])
         if pinned and self._pin and nbytes:
             self._wanted_locked += end - start
@@ -94,19 +91,6 @@ class Arena:
             _cudart().cudaHostUnregister(address)
             del self._locked[address]
         self._next, self._wanted_locked = self._settled, self._settled_wanted
-
-    def lock_pageable(self) -> bool:
-        """Page-lock the blocks that were taken as pageable, after those that must be; False if that is not to be had.
-
-        One registration, so that a copy may cross from one of them into the next.
-        """
-        first, last = self._pageable
-        if not self._pin or last <= first:
-            return False
-        base = self._memory.ctypes.data
-        begin = (base + first) // mmap.PAGESIZE * mmap.PAGESIZE
-        nbytes = footprint(base + last - begin, pinned=True)
-        return self._failure is None and self._register(begin, nbytes=nbytes) is None
 
     @property
     def report(self) -> ArenaReport:

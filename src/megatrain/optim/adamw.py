@@ -15,7 +15,6 @@ from megatrain.optim.definition import AdamWHyper, Factors, adamw_reference
 from megatrain.optim.kernel import Job, Kernel
 from megatrain.optim.kernel.on_device import DeviceKernel
 from megatrain.optim.rounding import Draws
-from megatrain.optim.together import Together
 
 PLAIN_CHUNK = 1 << 22
 """Elements that the plain-torch path widens to fp32 at a time: bounds its temporary memory."""
@@ -45,7 +44,7 @@ class AdamW:
         weight_decay: float,
         decay_all: bool,
         never_decay: frozenset[str],
-        kernel: Kernel | Together | None,  # None: plain torch
+        kernel: Kernel | None,  # None: plain torch
         device_kernel: DeviceKernel | None = None,  # for units on a device
         seed: int = 0,  # of the run: moments in bf16 are rounded by it
     ) -> None:

@@ -31,8 +31,6 @@ LOAD_BUFFERS = 2
 """Inputs on their way back to the device when activations wait in host memory."""
 SENDS_IN_FLIGHT = 2
 """Inputs on their way out, whose memory the device still holds."""
-VISITOR_BYTES = (16 * 4 << 20) + 5 * 256
-"""Of a piece of the optimizer's state that visits the device: `stream.visitors.place_bytes`."""
 TOKEN_BYTES = 4 * 8
 """Of a token of the running step: its number, label, position and mask, as the loader hands them out."""
 
@@ -58,7 +56,6 @@ class MemoryPlan:
     on_cpu: bool
     resident: int = 0  # units, from the stem on, that stay on the device with their optimizer state
     kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
-    visitors: int = 0  # pieces of the optimizer's state that are on the device for their update at once
     head_slices: int = 0  # the head comes in so many slices, and the embedding as rows; 0: both whole
     embedding_rows: int = 0  # with slices: the most distinct tokens of a step
 
@@ -200,8 +197,6 @@ def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
         table["slices of the head"] = ends.places + ends.tables
     if chosen.resident:
         table["resident units"] = _resident_bytes(chosen, terms=terms)
-    if chosen.visitors:
-        table["visiting optimizer state"] = chosen.visitors * VISITOR_BYTES
     if chosen.kept:
         tokens = chosen.micro_batches * chosen.micro_batch * chosen.seq_len
         table["kept graphs"] = chosen.kept * sizes.saved_bytes_per_token * tokens

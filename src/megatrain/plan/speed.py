@@ -7,8 +7,7 @@ compute    6 FLOP per multiplied parameter and token, plus causal attention (2 T
            nothing), plus what element-wise kernels and gradient sums move through the device's own memory
 link       in: every streamed unit once, layers a second time for the backward unless they are still in a slot;
            out: one gradient per streamed unit. Activations that wait on the host go out and come back in
-optimizer  AdamW's bytes over what the host's memory moves. Resident units are updated on the device instead; what
-           visits the device for its update counts as updated on the CPU
+optimizer  AdamW's bytes over what the host's memory moves. Resident units are updated on the device instead
 
 The forward hides the update and the fetches, the backward the fetches and the gradients:
 

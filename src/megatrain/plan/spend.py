@@ -2,8 +2,6 @@
 
 In this order, each as far as it fits:
 
-0. *visitors*: places for pieces of the optimizer's state that come to the device for their update while the CPU
-   updates others;
 1. *resident units*, those needed first first: the stem, layer 0, 1, ..., at last the tail. Their weights, masters,
    moments and gradients stay on the device and are updated there, so nothing of them crosses the link in a step and
    the CPU has less to update;
@@ -25,16 +23,10 @@ SPEND_SHARE = 0.95
 """Of the ceiling: estimates are good to 5 %, and what is spare is not worth running out of memory."""
 
 
-VISITORS = 3
-"""One on its way in, one being updated, one on its way out."""
-
-
 def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
     """`chosen`, which fits, with as much of the device's spare memory used as does good."""
     if not job.can_reside:
         return chosen
-    if not job.on_cpu:
-        chosen = _visited(chosen, job=job)
     if chosen.head_slices:  # memory is short; and a stem that stays is whole
         return chosen
     layers = len(job.sizes.layers)
@@ -60,11 +52,6 @@ def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
     return _with(chosen, job=job, resident=count, kept=kept)
 
 
-def _visited(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
-    with_visitors = account(replace(chosen, visitors=VISITORS), terms=job.terms(micro_batch=chosen.micro_batch))
-    return with_visitors if with_visitors.fits else chosen
-
-
 def _with(chosen: MemoryPlan, *, job: Job, resident: int, kept: int = 0) -> MemoryPlan:
     layers = len(job.sizes.layers)
     streamed = layers - min(layers, max(0, resident - 1))
@@ -74,7 +61,6 @@ def _with(chosen: MemoryPlan, *, job: Job, resident: int, kept: int = 0) -> Memo
         kept=kept,
         slots=min(chosen.slots, streamed) if resident > 1 else chosen.slots,
         grad_buffers=chosen.grad_buffers if resident < layers + 2 else 0,
-        visitors=chosen.visitors if resident < layers + 2 else 0,
     )
     return account(changed, terms=job.terms(micro_batch=chosen.micro_batch))
 

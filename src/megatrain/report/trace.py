@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-LANES = ("fetch", "compute", "send", "visit in", "visit out", "optimizer")
+LANES = ("fetch", "compute", "send", "optimizer")
 
 
 class SpanLike(Protocol):
@@ -39,7 +39,7 @@ class _Cut:
 
 def write_chrome_trace(path: Path, spans: Sequence[SpanLike]) -> None:
     """A file that chrome://tracing and ui.perfetto.dev open."""
-    lanes = {lane: number for number, lane in enumerate(_lanes(spans))}
+    lanes = {lane: number for number, lane in enumerate(LANES)}
     events: list[dict[str, object]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": lane}}
         for lane, number in lanes.items()
@@ -59,11 +59,6 @@ def write_chrome_trace(path: Path, spans: Sequence[SpanLike]) -> None:
             }
         )
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
-
-
-def _lanes(spans: Sequence[SpanLike]) -> list[str]:
-    """Those to show: few plans have visits."""
-    return [lane for lane in LANES if not lane.startswith("visit") or any(s.lane == lane for s in spans)]
 
 
 def busy_s(spans: Sequence[SpanLike], *, lane: str) -> float:
@@ -99,7 +94,7 @@ def picture(spans: Sequence[SpanLike], *, start_s: float, end_s: float, width: i
     shades = " ▁▂▃▄▅▆▇█"
     step = (end_s - start_s) / width
     rows = []
-    for lane in _lanes(spans):
+    for lane in LANES:
         cells = []
         mine = [s for s in spans if s.lane == lane and s.end_s > start_s and s.start_s < end_s]
         for i in range(width):

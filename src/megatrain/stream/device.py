@@ -3,7 +3,6 @@
 compute  runs the layers; everything the model does is enqueued here
 fetch    host -> device copies: weights, stored activations; runs beside compute and send
 send     device -> host copies: gradients, activations; runs beside compute and fetch
-visit    in and out: pieces of the optimizer's state that come for their update (visitors.py)
 
 Streams are FIFO. Work on different streams is unordered unless an event recorded on one is waited for on
 another, so each `wait` carries the name of the invariant that it keeps (docs/architecture.md, section 4).
@@ -29,8 +28,6 @@ class StreamName(Enum):
     COMPUTE = "compute"
     FETCH = "fetch"
     SEND = "send"
-    VISIT_IN = "visit in"
-    VISIT_OUT = "visit out"
     HOST = "host"
 
 
@@ -55,7 +52,6 @@ class Device(Protocol):
     def rng(self) -> Rng: ...
 
     def computing(self) -> AbstractContextManager[None]: ...
-    def on(self, stream: StreamName) -> AbstractContextManager[None]: ...
     def event(self, fact: str) -> Event: ...
     def record(self, event: Event, *, on: StreamName) -> None: ...
     def wait(self, event: Event, *, on: StreamName, keeps: str) -> None: ...
@@ -102,9 +98,6 @@ class CpuDevice:
         self.rng: Rng = CpuRng()
 
     def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def on(self, stream: StreamName) -> AbstractContextManager[None]:
         return nullcontext()
 
     def event(self, fact: str) -> Event:

@@ -101,8 +101,6 @@ class CudaDevice:
             StreamName.COMPUTE: torch.cuda.current_stream(device),
             StreamName.FETCH: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             StreamName.SEND: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-            StreamName.VISIT_IN: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
-            StreamName.VISIT_OUT: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
         }
         hopper = torch.cuda.get_device_capability(device)[0] >= 9
         self._cudnn_attention = hopper and not torch.are_deterministic_algorithms_enabled()
@@ -130,12 +128,6 @@ class CudaDevice:
         if self._cudnn_attention:
             order.insert(0, SDPBackend.CUDNN_ATTENTION)
         with sdpa_kernel(order, set_priority=True):
-            yield
-
-    @contextmanager
-    def on(self, stream: StreamName) -> Iterator[None]:
-        """Around kernels that are enqueued on another stream than compute."""
-        with torch.cuda.stream(self._streams[stream]):
             yield
 
     def event(self, fact: str) -> Event:

@@ -101,9 +101,6 @@ class TracedDevice:
     def computing(self) -> AbstractContextManager[None]:
         return self.inner.computing()
 
-    def on(self, stream: StreamName) -> AbstractContextManager[None]:
-        return self.inner.on(stream)
-
     def event(self, fact: str) -> Event:
         return self.inner.event(fact)
 

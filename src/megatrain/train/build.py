@@ -26,10 +26,9 @@ from megatrain.model.attention import VARLEN
 from megatrain.model.skeleton import ModelSpec, load_config
 from megatrain.model.streamed import StreamedModel
 from megatrain.optim.adamw import AdamW
-from megatrain.optim.kernel import Kernel, load_kernel
+from megatrain.optim.kernel import load_kernel
 from megatrain.optim.kernel.on_device import NAME, SOURCE, DeviceKernel
 from megatrain.optim.threads import optimizer_threads
-from megatrain.optim.together import Together
 from megatrain.optim.worker import OptimizerWorker
 from megatrain.plan.accounting import sliced_ends
 from megatrain.plan.hardware import DeviceMemory, read_host_memory, read_page_lock
@@ -42,7 +41,6 @@ from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name
 from megatrain.stream.device_cuda_kernel import CudaKernel
 from megatrain.stream.executor import StreamingExecutor
 from megatrain.stream.step import Geometry
-from megatrain.stream.visitors import Visitors
 from megatrain.train.evaluation import evaluation_groups
 from megatrain.train.gate import UnitGate
 from megatrain.train.gpus import read_gpu
@@ -190,8 +188,6 @@ def build_rooms(
         after_unit=after_unit,
     )
     executor = build_executor(planned, store=store, worker=worker, stop=stop)
-    if isinstance(optimizer.kernel, Together) and not store.arena.lock_pageable():
-        optimizer.kernel.go_alone()
     return Rooms(store, worker, executor)
 
 
@@ -296,19 +292,10 @@ def _optimizer(planned: Planned, *, store: HostStore) -> AdamW:
         weight_decay=options.weight_decay,
         decay_all=options.decay_all,
         never_decay=frozenset(marked),
-        kernel=_kernel(planned),
+        kernel=load_kernel(threads=planned.plan.threads),
         device_kernel=planned.device_kernel,
         seed=planned.recipe.train.seed,
     )
-
-
-def _kernel(planned: Planned) -> Kernel | Together | None:
-    """The CPU's kernel, with the device beside it where the plan has room for visitors."""
-    kernel = load_kernel(threads=planned.plan.threads)
-    if kernel is None or planned.device_kernel is None or not planned.plan.visitors:
-        return kernel
-    visitors = Visitors(planned.device, places=planned.plan.visitors)
-    return Together(kernel, device_kernel=planned.device_kernel, partner=visitors)
 
 
 def _open_device(recipe: Recipe) -> tuple[Device, str, DeviceMemory | None]:
