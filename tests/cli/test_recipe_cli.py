@@ -58,7 +58,6 @@ def last_object(stdout: str) -> dict[str, Any]:
         ["recipe", "schema"],
         ["recipe", "new"],
         ["recipe", "list"],
-        ["doctor"],
     ],
 )
 def test_torch_is_not_imported(arguments: list[str]) -> None:
@@ -97,23 +96,8 @@ def test_every_command_of_the_contract_has_help(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "arguments",
     [
-        [
-            "estimate-memory",
-            "quickstart",
-            "--vram",
-            "24GiB",
-            "--host",
-            "128GiB",
-            "--link",
-            "50GB",
-            "--cores",
-            "8",
-            "--max",
-        ],
-        ["estimate-memory", "--model", "gpt2"],
         ["verify", "--model", "gpt2", "--set", "optimizer.lr=1"],
         ["report", "runs/a", "runs/b"],
-        ["doctor"],
     ],
 )
 def test_commands_of_later_versions_say_so(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:

@@ -56,7 +56,7 @@ def test_the_readme_shows_the_quickstart_as_it_is(tmp_path: Path) -> None:
 def test_dotted_keys_in_documents_exist(path: Path) -> None:
     pattern = rf"\b((?:{'|'.join(SECTIONS)})\.[a-z_]+)\b"
     prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
-    prose = re.sub(r"`cgroup .*?`|[\w/]+/[\w.*]+|\w+\.jsonl?", "", prose)  # files are not keys
+    prose = re.sub(r"`cgroup .*?`|[\w/]+/[\w.*]+|\w+\.(?:jsonl?|md)\b", "", prose)  # files are not keys
     unknown = {key for key in re.findall(pattern, prose) if key not in KEYS}
     assert unknown == set()
 

@@ -140,6 +140,7 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
         dense_masks=model.attention != VARLEN,
         moment_bytes=MOMENT_BYTES[recipe.optimizer.state],
         can_reside=kernel is not None,
+        compiled=model.spec.compile,
         resumed=resumed,
     )
     return Planned(recipe, device, on_cuda, name, config, model, decide(job), job, kernel)

@@ -142,6 +142,7 @@ def estimate_memory(recipe: Recipe, *, described: Described, largest: bool) -> E
         dense_masks=facts.dense_masks,
         moment_bytes=MOMENT_BYTES[recipe.optimizer.state],
         can_reside=machine.on_cuda,
+        compiled=machine.on_cuda and recipe.memory.compile == "auto",
     )
     plan = attempt(job)
     tokens = job.batch_size * job.seq_len
