@@ -6,7 +6,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import datasets
 import huggingface_hub
 from huggingface_hub import constants
 
@@ -33,6 +32,8 @@ def reachable() -> bool:
     try:
         huggingface_hub.get_session().head(constants.ENDPOINT, timeout=_PATIENCE_S)
     except Exception:  # of whichever HTTP client this huggingface_hub uses
+        import datasets  # a second and a half that nobody needs while the hub answers
+
         constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
         return False
