@@ -194,6 +194,36 @@ def test_synchronous_errors_are_raised_by_submit(worker_of: Callable[..., Optimi
         worker.submit(1, gradients(4, wait=fail), lr=1e-3, clip=1.0)
 
 
+def test_a_resident_unit_that_cannot_be_updated_stops_the_step_and_nobody_waits(
+    store: HostStore, worker_of: Callable[..., OptimizerWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, first = AdamW.update, store.units[0]
+
+    def failing(self: AdamW, host: HostUnit, **options: object) -> None:
+        if host is first:
+            raise Broken("the launch failed")
+        update(self, host, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(AdamW, "update", failing)
+    worker = worker_of()
+    given = [UnitGradient(0, at_once, None, resident=first), *gradients(4)[1:]]
+    with pytest.raises(OptimizerFailed, match="at step 3 on the stem: the launch failed"):
+        worker.submit(3, given, lr=1e-3, clip=1.0)
+    heard: list[OptimizerFailed] = []
+
+    def drain() -> None:
+        try:
+            worker.drain()
+        except OptimizerFailed as error:
+            heard.append(error)
+
+    waiter = threading.Thread(target=drain, daemon=True)
+    waiter.start()
+    waiter.join(TIMEOUT_S)
+    assert len(heard) == 1
+    assert [host.version for host in store.units] == [0, 0, 0, 0]
+
+
 def test_close_finishes_what_was_submitted(store: HostStore, worker_of: Callable[..., OptimizerWorker]) -> None:
     worker = worker_of()
     for step in (1, 2):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatrain.host.gradient import UnitGradient
-from megatrain.host.store import HostStore
+from megatrain.host.store import HostStore, HostUnit
 from megatrain.optim.adamw import AdamW
 
 UnitHook = Callable[[int], None]
@@ -65,17 +65,19 @@ class OptimizerWorker:
     def submit(self, step: int, gradients: Sequence[UnitGradient], *, lr: float, clip: float) -> None:
         """Queue an update, unit by unit in the order given: that in which the next forward needs them.
 
-        Units that are resident on the device are updated by the caller's thread, on the device.
+        Units that are resident on the device are updated by the caller's thread, on the device. What that raises
+        is a failure as on the worker's: nothing else of the step is updated then.
         """
         here = [gradient for gradient in gradients if gradient.resident is None]
         update = _StepUpdate(step, tuple(here), lr, clip)
         with self._changed:
             self._raise_failure()
-            for gradient in update.gradients:
-                self._pending[gradient.unit] += 1
         for gradient in gradients:  # enqueued where the next forward will be, so it needs no waiting
             if gradient.resident is not None:
-                self._optimizer.update(gradient.resident, lr=lr, clip=clip, touched=gradient.touched)
+                self._update_resident(gradient.resident, gradient, update=update)
+        with self._changed:
+            for gradient in update.gradients:
+                self._pending[gradient.unit] += 1
         if self._thread is None:
             self._apply(update)
             self._raise_failure()
@@ -105,6 +107,13 @@ class OptimizerWorker:
         if self._thread is not None and self._thread.is_alive():
             self._inbox.put(None)
             self._thread.join()
+
+    def _update_resident(self, host: HostUnit, gradient: UnitGradient, *, update: _StepUpdate) -> None:
+        try:
+            self._optimizer.update(host, lr=update.lr, clip=update.clip, touched=gradient.touched)
+        except BaseException as error:  # the state is of two steps: whoever might save it must hear of it
+            self._fail(error, step=update.step, unit=gradient.unit)
+            self._raise_failure()
 
     def _serve(self) -> None:
         while (update := self._inbox.get()) is not None and self._failure is None:

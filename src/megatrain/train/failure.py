@@ -20,6 +20,8 @@ def machine_error(error: Exception, *, folder: Path | None = None) -> MegatrainE
 
     In the run's own `folder` every trouble with a file is somebody else's: what lies there was moved or replaced.
     """
+    if isinstance(error, MegatrainError):
+        return error
     if isinstance(error, OptimizerFailed | SaverFailed) and isinstance(error.__cause__, Exception):
         return machine_error(error.__cause__, folder=folder)
     if isinstance(error, torch.OutOfMemoryError):
