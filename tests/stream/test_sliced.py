@@ -5,8 +5,11 @@ fp32 on the CPU. Places are NaN-filled on release, so whatever reads a slice or 
 
 from __future__ import annotations
 
+import gc
+import weakref
 from unittest import mock
 
+import numpy as np
 import pytest
 import test_parity
 import torch
@@ -153,6 +156,35 @@ def test_a_model_can_be_bound_again(slices: int) -> None:
         second = again.train_step(batches, seed=0).result()
     assert second.loss == pytest.approx(first.loss, rel=CHUNKED)
     assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-6)
+
+
+class RememberingDevice(CpuDevice):
+    """Knows which of its buffers still have a view somewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: list[weakref.ref[np.ndarray[tuple[int], np.dtype[np.uint8]]]] = []
+
+    def buffer(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        memory = np.zeros(numel * dtype.itemsize, np.uint8)
+        self.buffers.append(weakref.ref(memory))
+        return torch.from_numpy(memory).view(dtype)
+
+
+@pytest.mark.parametrize("slices", [0, 3])
+@pytest.mark.parametrize("name", ["llama", "llama tied", "phi"])
+def test_a_closed_executor_leaves_nothing_on_the_device(name: str, slices: int) -> None:
+    """The model outlives it: what it was bound to must not."""
+    device = RememberingDevice()
+    with (
+        mock.patch.object(test_parity, "CpuDevice", lambda: device),
+        streamed(name, weights=reference_model(name), micro_batches=2, slots=2, head_slices=slices) as run,
+    ):
+        run.executor.train_step(batches_of(2, packed=True, seed=4), seed=0).result()
+        run.executor.close()
+        gc.collect()
+        assert len(device.buffers) > 5
+        assert not any(ref() is not None for ref in device.buffers)
 
 
 class CountingDevice(CpuDevice):

@@ -6,11 +6,12 @@ import gc
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 from whole import curve, session, state, train, weights, whole_recipe, write_rows
 
 from megatrain.errors import DoesNotFit
@@ -95,13 +96,23 @@ def test_the_checkpoint_says_how_the_run_was_really_cut(tmp_path: Path, rows: Pa
     assert (plan["micro_batch"], plan["micro_batches"]) == (2, 2)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["between", "inside a layer"])
 @pytest.mark.parametrize("activations", ["device", "host"])
 def test_what_the_device_held_is_gone_before_anything_new_is_taken(
-    tmp_path: Path, rows: Path, crowd: Any, monkeypatch: pytest.MonkeyPatch, activations: str
+    tmp_path: Path, rows: Path, crowd: Any, monkeypatch: pytest.MonkeyPatch, activations: str, *, inside: bool
 ) -> None:
     buffers: list[weakref.ref[Any]] = []
     alive: list[int] = []
-    crowded = crowd(once("backward(3"))
+    crowded = crowd(once("never" if inside else "backward(3"))
+    if inside:
+        full, forward = once(""), LlamaMLP.forward
+
+        def crowded_forward(module: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+            if crowded.seen > 1 and full("", 0):
+                raise torch.OutOfMemoryError(FULL)
+            return cast(torch.Tensor, forward(module, hidden))
+
+        monkeypatch.setattr(LlamaMLP, "forward", crowded_forward)
 
     def buffer(device: CpuDevice, numel: int, *, dtype: torch.dtype) -> torch.Tensor:
         if crowded.seen and not alive:

@@ -350,9 +350,12 @@ class StreamedModel:
             out, logits = plan.compiled(tuple(weights[n] for n in plan.sites.names), args, kwargs)
             return (out[0] if isinstance(out, tuple) else out), logits
         plan.sites.put(weights)
-        out = plan.module(*args, **kwargs)
-        plan.sites.clear()
-        return (out[0] if isinstance(out, tuple) else out), self._trial.tap.take()
+        try:
+            out = plan.module(*args, **kwargs)
+        finally:  # also where there was no memory: the run may be cut smaller, and nothing of this call may stay
+            plan.sites.clear()
+            logits = self._trial.tap.take()
+        return (out[0] if isinstance(out, tuple) else out), logits
 
     def _logits(self, hidden: Tensor) -> Tensor:
         shape = hidden.shape[-3:-1] if self._trial.full_length_tail else (1, 1)
