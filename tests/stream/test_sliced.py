@@ -177,7 +177,7 @@ def test_a_closed_executor_leaves_nothing_on_the_device(name: str, slices: int) 
     """The model outlives it: what it was bound to must not."""
     device = RememberingDevice()
     with (
-        mock.patch.object(test_parity, "CpuDevice", lambda: device),
+        mock.patch.object(test_parity, "CpuDevice", return_value=device),
         streamed(name, weights=reference_model(name), micro_batches=2, slots=2, head_slices=slices) as run,
     ):
         run.executor.train_step(batches_of(2, packed=True, seed=4), seed=0).result()

@@ -243,9 +243,7 @@ class StreamedModel:
 
         Returns them by name, as they are bound.
         """
-        if self._slices is not None:
-            self._slices.remove()
-            self._slices = self.sliced_head = None
+        self._unbind_slices()
         trainable = {e.name for unit in (self.anatomy.stem, self.anatomy.tail) for e in unit.layout.params}
         bound = {n: nn.Parameter(t) if n in trainable else t for n, t in (*stem.items(), *tail.items())}
         self._outer_sites.put(bound)
@@ -278,9 +276,15 @@ class StreamedModel:
 
     def unbind_outer(self) -> None:
         """Forget the bound tensors, so that their memory can go; `bind_outer` may come again."""
+        self._unbind_slices()
         self._outer_sites.clear()
         self.stem_parameters, self.layer_plans = (), ()
         self.head = Head(self._logits, self.spec.compile, (), ())
+
+    def _unbind_slices(self) -> None:
+        if self._slices is not None:
+            self._slices.remove()
+            self._slices = self.sliced_head = None
 
     def _compiled(self) -> tuple[LayerFunction | None, ...]:
         """Layers that share parameters with others, or hand on state, keep their own modules."""

@@ -10,13 +10,12 @@ from megatrain.plan.spend import spend
 
 USEFUL_TOKENS = 16_384
 """Tokens of a micro-batch beyond which kernels get no faster; a larger one only costs memory."""
-
-
 HEAD_SLICES = (4, 8, 16)
 """How many slices the head is cut into, where it is: fewest first."""
 WORTH_TOKENS = 8192
-"""Tokens of a micro-batch below which a larger one is worth a second product with the head. On an H200 a 7B shape made
-9,083 tok/s with 3k tokens at once and the head whole, 10,405 with 11k and slices, 10,990 with 11k and the head whole."""
+"""Tokens of a micro-batch below which a larger one is worth a second product with the head. On an H200 a 7B shape
+made 9,083 tok/s with 3k tokens at once and the head whole, 10,405 with 11k and slices, 10,990 with 11k and the head
+whole."""
 
 
 def attempt(job: Job) -> MemoryPlan:
