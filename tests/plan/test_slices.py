@@ -88,6 +88,14 @@ def test_a_resumed_run_keeps_its_slices_and_its_plan_survives_the_manifest() -> 
     assert (roomy.head_slices, roomy.head_chunk) == (kept.head_slices, kept.head_chunk)
 
 
+def test_a_resumed_run_whose_head_can_no_longer_be_sliced_has_it_whole() -> None:
+    """Another version of its code, or another model in its folder: what is wrong is told where models are compared."""
+    kept = plan_of(SEVEN, vram=8)
+    whole = replace(SEVEN, slicing=None)
+    for gib in (24, 3):
+        assert attempt(job(whole, batch=8, seq=1024, vram=gib * GIB, stem_shared=False, resumed=kept)).head_slices == 0
+
+
 def test_a_refusal_speaks_of_the_smallest_there_is() -> None:
     with pytest.raises(DoesNotFit) as caught:
         decide(job(SEVEN, batch=64, seq=1024, vram=3 * GIB, stem_shared=False))

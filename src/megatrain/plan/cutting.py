@@ -24,7 +24,7 @@ def attempt(job: Job) -> MemoryPlan:
     The head is cut into slices only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS can so be
     made twice as large: slices cost a second product with the head. A resumed run stays as it was.
     """
-    chosen = _first(job, slices=job.resumed.head_slices if job.resumed else 0)
+    chosen = _first(job, slices=_resumed_slices(job))
     tokens = min(WORTH_TOKENS, job.batch_size * job.seq_len)
     for slices in HEAD_SLICES if _may_slice(job) and not job.resumed else ():
         if chosen.fits and chosen.micro_batch * job.seq_len >= tokens:
@@ -37,9 +37,14 @@ def attempt(job: Job) -> MemoryPlan:
 
 def smallest(job: Job) -> MemoryPlan:
     """The plan that takes least, whether it fits or not."""
-    slices = job.resumed.head_slices if job.resumed else HEAD_SLICES[-1] if _may_slice(job) else 0
+    slices = HEAD_SLICES[-1] if _may_slice(job) and not job.resumed else _resumed_slices(job)
     *_, last = cuts(job, slices=slices)
     return last
+
+
+def _resumed_slices(job: Job) -> int:
+    """Those of the run that goes on, also on a CPU: they decide rounding."""
+    return job.resumed.head_slices if job.resumed and job.sizes.slicing is not None else 0
 
 
 def _may_slice(job: Job) -> bool:

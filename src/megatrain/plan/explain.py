@@ -70,8 +70,8 @@ def _slices(plan: MemoryPlan) -> tuple[str, ...]:
     if not plan.head_slices:
         return ()
     return (
-        f"the head comes in {plan.head_slices} slices and the embedding as the rows that a step reads, because the "
-        "device has no room for them; it costs one more product with the head",
+        f"the head comes in {plan.head_slices} slices and the embedding as the rows that a step reads, to make room "
+        "for the rows that go through a layer together; it costs one more product with the head",
     )
 
 

@@ -120,20 +120,33 @@ def _plan(recipe: Recipe, *, config: PretrainedConfig, start: Start, console: Co
         planned = plan_run(recipe, config=config, resumed=before)
     except DoesNotFit:
         planned = plan_run(recipe, config=config)
-    now = planned.plan
-    if (before.micro_batch, before.head_chunk) != (now.micro_batch, now.head_chunk):
-        console.note(
-            f"the memory plan is new: micro-batches of {now.micro_batch} rows (were {before.micro_batch}), logits of "
-            f"{now.head_chunk} tokens at once (were {before.head_chunk}); sums round differently than before"
-        )
+    said = new_rounding(before, now=planned.plan)
+    if said is not None:
+        console.note(said)
     return planned
+
+
+def new_rounding(before: MemoryPlan, *, now: MemoryPlan) -> str | None:
+    """What a resumed run is told where its plan rounds otherwise than before; None where it does not."""
+    changes = [
+        f"{what.format(mine)} (were {theirs})"
+        for what, mine, theirs in (
+            ("micro-batches of {} rows", now.micro_batch, before.micro_batch),
+            ("logits of {} tokens at once", now.head_chunk, before.head_chunk),
+            ("{} slices of the head", now.head_slices, before.head_slices),
+        )
+        if mine != theirs
+    ]
+    return f"the memory plan is new: {', '.join(changes)}; sums round differently than before" if changes else None
 
 
 def _check_cut(plan: MemoryPlan, *, batch_size: int) -> None:
     """Raises ValueError for a plan that no planner made: what is taken from it must be counts."""
-    counts = (plan.micro_batch, plan.head_chunk)
-    if not all(type(count) is int and count >= 1 for count in counts) or plan.micro_batch > batch_size:
+    counts = (plan.micro_batch, plan.head_chunk, plan.head_slices + 1)
+    if not all(type(count) is int and count >= 1 for count in counts) or plan.head_slices == 1:
         raise ValueError("not a plan")
+    if plan.micro_batch > batch_size:
+        raise ValueError("not a plan of this step")
 
 
 def _describe(prospect: Prospect, *, start: Start, console: Console) -> None:
