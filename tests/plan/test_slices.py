@@ -11,8 +11,9 @@ from jobs import GIB, SEVEN_B, TINY, job, limits, model
 from megatrain.errors import DoesNotFit
 from megatrain.model.sizes_types import ModelSizes, SliceSizes
 from megatrain.plan.accounting import MemoryPlan
-from megatrain.plan.cutting import attempt
+from megatrain.plan.cutting import attempt, cuts
 from megatrain.plan.explain import explain
+from megatrain.plan.largest import scaled
 from megatrain.plan.memory import decide
 from megatrain.plan.rates import Rates
 from megatrain.plan.speed import estimate
@@ -94,6 +95,17 @@ def test_a_resumed_run_whose_head_can_no_longer_be_sliced_has_it_whole() -> None
     whole = replace(SEVEN, slicing=None)
     for gib in (24, 3):
         assert attempt(job(whole, batch=8, seq=1024, vram=gib * GIB, stem_shared=False, resumed=kept)).head_slices == 0
+
+
+@pytest.mark.parametrize("scale", [0.01, 0.25, 0.5, 2, 4])
+def test_a_scaled_model_has_scaled_slices(scale: float) -> None:
+    """Of stem and tail only the rows of a step are on the device, at every width."""
+    sizes = scaled(SEVEN, scale)
+    asked = job(sizes, batch=8, seq=1024, vram=1024 * GIB, stem_shared=False, micro_batch=1)
+    *_, plan = cuts(asked, slices=16)
+    rows = (8 * 1024 + 1) * 2 * 3584 * scale
+    assert 0.99 * rows <= plan.device["stem and tail"] <= 1.01 * rows + sizes.vocab_size * 4 + 8192
+    assert all(size >= 0 for size in plan.device.values())
 
 
 def test_a_refusal_speaks_of_the_smallest_there_is() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatrain.model.sizes_types import ModelSizes, UnitSizes
+from megatrain.model.sizes_types import ModelSizes, SliceSizes, UnitSizes
 from megatrain.plan.cutting import attempt
 from megatrain.plan.job import Job
 
@@ -83,7 +83,14 @@ def scaled(sizes: ModelSizes, scale: float) -> ModelSizes:
         params_trainable=total,
         params_active=round(total * share),
         saved_bytes_per_token=round(sizes.saved_bytes_per_token * scale),
+        slicing=None if sizes.slicing is None else _narrower(sizes.slicing, scale),
     )
+
+
+def _narrower(slicing: SliceSizes, scale: float) -> SliceSizes:
+    """Rounded down: head and embedding are parts of the units, which must not be smaller than they."""
+    head, embedding = (int(width * scale) for width in (slicing.head_width, slicing.embedding_width))
+    return replace(slicing, head_width=head, embedding_width=embedding)
 
 
 def _times(unit: UnitSizes, factor: float) -> UnitSizes:
