@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from megatrain.optim.kernel.on_device import NAME, SOURCE, DeviceKernel
 from megatrain.optim.threads import optimizer_threads
 from megatrain.optim.worker import OptimizerWorker
 from megatrain.plan.accounting import sliced_ends
+from megatrain.plan.cutting import attempt
 from megatrain.plan.hardware import DeviceMemory, read_host_memory, read_page_lock
 from megatrain.plan.job import CONTEXT_BYTES, MOMENT_BYTES, Job, Limits, Settings
 from megatrain.plan.memory import MemoryPlan, decide
@@ -98,7 +99,7 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 
 def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | None = None) -> Planned:
-    """Open the device, read the model's structure, decide the plan (a resumed run is cut as it was).
+    """Open the device, read the model's structure, decide the plan (a resumed run is cut as it was, where that fits).
 
     Raises ModelError for a model that cannot run exactly, DeviceError, DoesNotFit.
     """
@@ -143,6 +144,8 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
         compiled=model.spec.compile,
         resumed=resumed,
     )
+    if resumed is not None and not attempt(job).fits:
+        job = replace(job, resumed=None)
     return Planned(recipe, device, on_cuda, name, config, model, decide(job), job, kernel)
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from megatrain.data import Loader, Prepared, load_tokenizer, prepare
-from megatrain.errors import DoesNotFit, UsageError
+from megatrain.errors import UsageError
 from megatrain.model.config_values import vocabulary
 from megatrain.optim.lr import warmup_steps
 from megatrain.plan.accounting import MemoryPlan
@@ -116,10 +116,7 @@ def _plan(recipe: Recipe, *, config: PretrainedConfig, start: Start, console: Co
     except (KeyError, TypeError, ValueError):
         console.note("the checkpoint's memory plan is of another version; planning anew")
         return plan_run(recipe, config=config)
-    try:
-        planned = plan_run(recipe, config=config, resumed=before)
-    except DoesNotFit:
-        planned = plan_run(recipe, config=config)
+    planned = plan_run(recipe, config=config, resumed=before)
     said = new_rounding(before, now=planned.plan)
     if said is not None:
         console.note(said)
