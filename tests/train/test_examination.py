@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.cli import doctor_command
+from megatrain.host.arena import Arena
 from megatrain.model.user_cache import cache_folder
-from megatrain.plan.hardware import Limit
+from megatrain.plan.hardware import Limit, read_host_memory
 from megatrain.plan.rates import assumed_rates
 from megatrain.train import doctor
 from megatrain.train.examination import UPDATE_BYTES, Examination, find_examination, keep_examination
@@ -141,6 +143,21 @@ def test_measured_rates_stand_in_for_assumed_ones() -> None:
 
 
 # --- the command ---------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_that_is_full_is_no_bug_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def pageable(**sizes: Any) -> Arena:
+        return Arena(**{**sizes, "pin": False})
+
+    for name, stand_in in (("cuda_available", lambda: True), ("open_cuda", lambda _: None), ("Arena", pageable)):
+        monkeypatch.setattr(doctor, name, stand_in)
+    monkeypatch.setattr(doctor, "measure_link", full)
+    found = doctor._measure_gpu(read_host_memory(), scale=0.001, threads=1)
+    assert found.link is None
+    assert "no room on the GPU" in str(found.trouble)
 
 
 def test_on_a_machine_without_a_gpu_the_host_half_is_done(

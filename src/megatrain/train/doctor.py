@@ -25,6 +25,7 @@ from megatrain.stream.device_probe import LinkRates, measure_link
 from megatrain.train.examination import UPDATE_BYTES, Examination
 from megatrain.train.findings import Facts, findings, read_facts
 from megatrain.train.gpus import GpuFacts, read_gpu
+from megatrain.units import format_size
 
 GIB = 1 << 30
 ELEMENTS = 64 << 20
@@ -94,9 +95,8 @@ def examine() -> Diagnosis:
     copy = host_copy_rate(int(COPY_BYTES * scale), threads=threads)
     isa, update = update_rate(int(ELEMENTS * scale), threads=threads)
     gpu, trouble = _find_gpu()
-    link, locked, failure = None, None, None
-    if gpu is not None:
-        link, locked, failure, trouble = _measure_gpu(memory, scale=scale, threads=threads)
+    measured = _GpuHalf(trouble=trouble) if gpu is None else _measure_gpu(memory, scale=scale, threads=threads)
+    link = measured.link
     examination = Examination(
         host=platform.node(),
         gpu=None if gpu is None else gpu.name,
@@ -108,15 +108,15 @@ def examine() -> Diagnosis:
         link_out_bytes_per_s=None if link is None else link.out,
         link_duplex_bytes_per_s=None if link is None else link.duplex,
         pageable_in_bytes_per_s=None if link is None else link.pageable_into,
-        page_lock_bytes=locked,
-        page_lock_failure=failure,
+        page_lock_bytes=measured.locked_bytes,
+        page_lock_failure=measured.lock_failure,
     )
     facts, page_lock = read_facts(), read_page_lock()
     return Diagnosis(
         examination=examination,
         facts=facts,
         gpu=gpu,
-        trouble=trouble,
+        trouble=measured.trouble,
         memory=memory,
         page_lock=page_lock,
         seconds=time.perf_counter() - began,
@@ -200,16 +200,23 @@ def _find_gpu() -> tuple[GpuFacts | None, str | None]:
     return gpu, None
 
 
-def _measure_gpu(
-    memory: HostMemory, *, scale: float, threads: int
-) -> tuple[LinkRates | None, int | None, str | None, str | None]:
-    """Link rates, bytes that could be page-locked, why not more, and why nothing could be measured."""
+@dataclass(frozen=True)
+class _GpuHalf:
+    """What was measured with a GPU. trouble: why nothing could be; lock_failure: why no more could be page-locked."""
+
+    link: LinkRates | None = None
+    locked_bytes: int | None = None
+    lock_failure: str | None = None
+    trouble: str | None = None
+
+
+def _measure_gpu(memory: HostMemory, *, scale: float, threads: int) -> _GpuHalf:
     if not cuda_available():
-        return None, None, None, "PyTorch finds no CUDA device: is it a CUDA build for this driver?"
+        return _GpuHalf(trouble="PyTorch finds no CUDA device: is it a CUDA build for this driver?")
     try:
         device = open_cuda(0)
     except DeviceError as error:
-        return None, None, None, error.message
+        return _GpuHalf(trouble=error.message)
     size = footprint(int(LINK_BYTES * scale), pinned=True)
     wanted = min(MOST_LOCKED, memory.available.bytes // 4) // LOCK_PIECE * LOCK_PIECE
     pageable = Arena(pinned_bytes=0, pageable_bytes=size, threads=threads, pin=False)
@@ -220,6 +227,8 @@ def _measure_gpu(
         for _ in range((wanted - 2 * size) // LOCK_PIECE):
             if arena.report.failure is None:
                 arena.take(LOCK_PIECE, pinned=True)
-        return rates, arena.report.locked_bytes, arena.report.failure, None
+        return _GpuHalf(rates, arena.report.locked_bytes, arena.report.failure)
+    except torch.OutOfMemoryError:
+        return _GpuHalf(trouble=f"other programs leave no room on the GPU for two blocks of {format_size(size)}")
     finally:
         arena.close()
