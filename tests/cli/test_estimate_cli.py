@@ -169,6 +169,13 @@ def test_a_table_for_people_has_a_bar_and_no_escape_codes(folder: Path, capsys: 
     assert "the largest that fits" in text
 
 
+def test_where_nothing_fits_the_largest_is_none(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, vram="24GiB", host="1GiB", json=False, largest=True) == 3
+    text = capsys.readouterr().out
+    for title in ("micro-batch", "batch", "context", "model"):
+        assert f"  {title} none: not even the least fits\n" in text
+
+
 # --- the cache -------------------------------------------------------------------------------------------------
 
 

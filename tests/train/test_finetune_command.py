@@ -18,6 +18,7 @@ from whole import curve, state, weights, write_rows
 from megatrain.cli.main import main
 from megatrain.train.rundir import RunDir
 from megatrain.train.session import Session
+from megatrain.units import format_size
 
 
 @pytest.fixture
@@ -38,6 +39,16 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     assert out.count("\n") == 1
     parsed: dict[str, Any] = json.loads(out, parse_constant=pytest.fail)
     return parsed
+
+
+def test_the_totals_of_a_dry_run_are_those_of_its_purposes(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("finetune", str(recipe), "--dry-run", "--json") == 0
+    plan = last_line(capsys)["plan"]
+    assert command("finetune", str(recipe), "--dry-run") == 0
+    text = capsys.readouterr().out
+    computing = sum(plan["device"].values())
+    assert f"host memory: {format_size(sum(plan['host'].values()) + computing)}\n" in text
+    assert f"compute, in host memory: {format_size(computing)}\n" in text
 
 
 def test_json_of_a_run_a_refusal_and_a_finished_run(

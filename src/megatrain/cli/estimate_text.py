@@ -16,6 +16,7 @@ from megatrain.units import format_size
 BAR = 60
 SHADES = ("█", "▓", "▒", "░")
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+NOTHING_FITS = "none: not even the least fits"
 SMALL = 1 << 20
 """Purposes below it are summed up."""
 
@@ -56,14 +57,14 @@ def show(found: Estimate) -> None:
     if found.largest is not None:
         largest = found.largest
         console.print(Text("the largest that fits, each alone", "bold"))
-        console.print(f"  micro-batch {largest.micro_batch:,}: {largest.how['micro_batch']}", soft_wrap=True)
-        console.print(f"  batch {largest.batch_size:,}: {largest.how['batch_size']}", soft_wrap=True)
-        console.print(f"  context {largest.max_seq_len:,}: {largest.how['max_seq_len']}", soft_wrap=True)
-        console.print(
-            f"  model {_count(largest.model_params)} ({largest.model_layers} layers, hidden {largest.model_hidden}): "
-            f"{largest.how['model']}",
-            soft_wrap=True,
-        )
+        counts = {"micro_batch": "micro-batch", "batch_size": "batch", "max_seq_len": "context"}
+        for name, title in counts.items():
+            most = getattr(largest, name)
+            said = f"{most:,}: {largest.how[name]}" if most else NOTHING_FITS
+            console.print(f"  {title} {said}", soft_wrap=True)
+        shape = f"{largest.model_layers} layers, hidden {largest.model_hidden}"
+        model = f"{_count(largest.model_params)} ({shape}): {largest.how['model']}"
+        console.print(f"  model {model if largest.model_params else NOTHING_FITS}", soft_wrap=True)
 
 
 def _part(console: Console, title: str, purposes: Mapping[str, int], *, limit: int | None, source: str) -> None:

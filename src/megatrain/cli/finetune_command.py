@@ -133,7 +133,10 @@ def _outlook_text(outlook: dict[str, Any]) -> str:
     lines = [f"{outlook['steps']} steps on {outlook['device']}"]
     if outlook["resume"]:
         lines.append(f"resumes {outlook['resume']}")
-    for place in ("host", "device"):
-        lines.append(f"{place} memory:")
-        lines += [f"  {purpose:40} {format_size(nbytes):>12}" for purpose, nbytes in plan[place].items()]
+    computing = sum(plan["device"].values())
+    host = plan["host"] | ({"compute (on the CPU)": computing} if plan["on_cpu"] else {})
+    device = "compute, in host memory" if plan["on_cpu"] else "device memory"
+    for title, purposes in (("host memory", host), (device, plan["device"])):
+        lines.append(f"{title}: {format_size(sum(purposes.values()))}")
+        lines += [f"  {purpose:40} {format_size(nbytes):>12}" for purpose, nbytes in purposes.items()]
     return "\n".join(lines)

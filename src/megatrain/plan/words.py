@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatrain.plan.accounting import MemoryPlan
+from megatrain.units import format_size
 
 GIB = 1 << 30
 
 
 def gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB"
+    """In GiB, so that the figures of a message compare; below a tenth of one in smaller units, not as 0.00 GiB."""
+    return f"{size / GIB:.2f} GiB" if abs(size) >= GIB // 10 else format_size(size)
 
 
 def cut(chosen: MemoryPlan) -> str:

@@ -39,7 +39,9 @@ def to_integer(value: object) -> int:
     found = number(value) if isinstance(value, str) else value
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise mistake(f"must be a whole number, not {shown(value)}")
-    if not abs(found) <= _LARGEST or found != int(found):
+    if not abs(found) <= _LARGEST:
+        raise mistake(f"must be a whole number below 2^63, not {shown(value)}")
+    if found != int(found):
         raise mistake(f"must be a whole number, not {shown(value)}")
     return int(found)
 
@@ -191,8 +193,10 @@ def to_expressions(value: object) -> tuple[str, ...]:
 
 
 def to_betas(value: object) -> tuple[float, float]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2:
+    if not isinstance(value, (list, tuple)):
         raise mistake(f"must be a list of two numbers, not {shown(value)}")
+    if len(value) != 2:
+        raise mistake(f"must be a list of two numbers, not of {len(value)}")
     first, second = (to_number(item) for item in value)
     if not (0 <= first < 1 and 0 <= second < 1):
         raise mistake(f"both must be at least 0 and less than 1, not [{first:g}, {second:g}]")

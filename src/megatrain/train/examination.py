@@ -42,7 +42,9 @@ class Examination:
                 link_duplex_bytes=self.link_duplex_bytes_per_s,
             )
             source += f", link {self.link_in_bytes_per_s / 1e9:.0f} GB/s"
-        return replace(rates, host_bytes=host, source=f"{rates.source}; measured by megatrain doctor: {source}")
+        return replace(
+            rates, host_bytes=host, source=f"{rates.source}; instead, measured by megatrain doctor here: {source}"
+        )
 
 
 def keep_examination(found: Examination) -> bool:
