@@ -139,6 +139,8 @@ def test_a_second_output_threaded_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_config_folders(tmp_path: Path) -> None:
     tiny().save_pretrained(tmp_path)
     options: dict[str, Any] = {"revision": "main", "trust_remote_code": False}
+    with pytest.raises(ModelError, match="there is no such folder"):
+        load_config(str(tmp_path / "missing"), overrides={}, **options)
     config = load_config(str(tmp_path), overrides={"rope_theta": 5.0, "num_hidden_layers": 2}, **options)
     assert config.num_hidden_layers == 2
     assert config.rope_parameters["rope_theta"] == 5.0

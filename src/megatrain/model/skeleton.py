@@ -92,6 +92,9 @@ def _at_hand(path: str, *, revision: str, trust_remote_code: bool) -> str:
                 where="model.path",
                 hint="check the spelling and the network, or download the model and set model.path to its folder",
             )
+    elif not Path(path).exists():
+        hint = "model.path is a hub id or a folder that holds config.json"
+        raise ModelError("there is no such folder, and it is no hub id", where=f"model.path ({path})", hint=hint)
     if folder is None or not (folder / "config.json").is_file():
         return path  # transformers fetches it, or says what is missing
     values = read_values(folder)
