@@ -108,3 +108,10 @@ def test_a_plan_of_before_there_were_residents_is_read() -> None:
     assert MemoryPlan.from_dict(values) == chosen
     del values["resident"], values["kept"]
     assert MemoryPlan.from_dict(values) == replace(chosen, resident=0, kept=0)
+
+
+def test_a_resumed_run_keeps_no_more_graphs_than_before() -> None:
+    fresh = attempt(job(HALF_B, batch=8))
+    assert fresh.kept > 2
+    for before in (0, 2, fresh.kept):
+        assert attempt(job(HALF_B, batch=8, resumed=replace(fresh, kept=before))).kept == before

@@ -8,7 +8,8 @@ In this order, each as far as it fits:
 2. when all units are resident, *kept layers*, from the last: the forward's graph of every micro-batch waits for the
    backward, which then recomputes nothing.
 
-The micro-batch is never made smaller for it, and neither changes a bit of the result.
+The micro-batch is never made smaller for it. Neither changes a bit of the result, but that a compiled layer's forward with
+a graph is another program than one without: so a run that goes on keeps as many graphs as it kept before.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
         count = _most(layers, fits=lambda n: fits(resident(n)))
     if count < units or chosen.load_buffers:
         return resident(count) if count else chosen
-    kept = _most(layers, fits=lambda n: fits(_with(chosen, job=job, resident=count, kept=n)))
+    most = min(layers, job.resumed.kept) if job.resumed else layers
+    kept = _most(most, fits=lambda n: fits(_with(chosen, job=job, resident=count, kept=n)))
     return _with(chosen, job=job, resident=count, kept=kept)
 
 
