@@ -8,8 +8,8 @@ In this order, each as far as it fits:
 2. when all units are resident, *kept layers*, from the last: the forward's graph of every micro-batch waits for the
    backward, which then recomputes nothing.
 
-The micro-batch is never made smaller for it. Neither changes a bit of the result, but that a compiled layer's forward with
-a graph is another program than one without: so a run that goes on keeps as many graphs as it kept before.
+The micro-batch is never made smaller for it. Neither changes a bit of the result, but that a compiled layer's forward
+with a graph is another program than one without: so a run that goes on keeps as many graphs as it kept before.
 """
 
 from __future__ import annotations

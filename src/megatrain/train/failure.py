@@ -12,7 +12,15 @@ from megatrain.optim.worker import OptimizerFailed
 from megatrain.train.gate import SaverFailed
 
 _NO_THREAD = "can't start new thread"  # nor has Python
+_DEVICE_FULL = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # PyTorch has no class for it
+
+
+def device_is_full(error: Exception) -> bool:
+    """Whether the device had no memory: PyTorch's own error, or what libraries and the driver say without its pool."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _DEVICE_FULL)
 
 
 def machine_error(error: Exception, *, folder: Path | None = None) -> MegatrainError | None:
@@ -24,7 +32,7 @@ def machine_error(error: Exception, *, folder: Path | None = None) -> MegatrainE
         return error
     if isinstance(error, OptimizerFailed | SaverFailed) and isinstance(error.__cause__, Exception):
         return machine_error(error.__cause__, folder=folder)
-    if isinstance(error, torch.OutOfMemoryError):
+    if device_is_full(error):
         return DoesNotFit(
             f"the device ran out of memory: {str(error).splitlines()[0]}",
             hint="lower memory.micro_batch, or set memory.vram below what is really free",

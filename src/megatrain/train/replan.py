@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from megatrain.data.prepare import Prepared
 from megatrain.errors import DoesNotFit
 from megatrain.host.pages import footprint
@@ -21,6 +19,7 @@ from megatrain.stream.device import Device
 from megatrain.stream.device_cuda import others_bytes
 from megatrain.train.build import PAD_MULTIPLE_CUDA, Planned, build_executor
 from megatrain.train.evaluation import evaluation_groups
+from megatrain.train.failure import device_is_full
 from megatrain.train.prospect import Prospect
 from megatrain.train.run import Run
 from megatrain.train.signals import StopFlag
@@ -46,7 +45,9 @@ def train_through(
         try:
             trainer.train()
             return run
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not device_is_full(error):
+                raise
             reason = str(error).splitlines()[0]
             smaller = fewer_rows(prospect.planned) if trainer.state.step == state.step else None
             if smaller is None:
