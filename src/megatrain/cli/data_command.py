@@ -71,15 +71,8 @@ def _totals(recipe: Recipe, samples: Samples) -> dict[str, Any]:
     """Numbers of the first epoch. `filled`: the share of its sequences that is no padding (packed ones only)."""
     from megatrain.data import Loader
 
-    data, train = recipe.data, recipe.train
-    loader = Loader(
-        samples,
-        batch_size=train.batch_size,
-        max_seq_len=data.max_seq_len,
-        packing=data.packing,
-        shuffle=data.shuffle,
-        seed=train.seed,
-    )
+    data = recipe.data
+    loader = Loader.of(samples, recipe=recipe)
     sequences = loader.rows_in_epoch(0)
     lengths = samples.lengths
     drawn = loader.tokens_in_epoch(0)

@@ -15,6 +15,7 @@ from megatrain.data.order import epoch_documents, row_order
 from megatrain.data.packing import Rows, best_fit, one_each
 from megatrain.data.samples import Indices, Samples
 from megatrain.model.batch import IGNORE, MicroBatch
+from megatrain.recipe import Recipe
 
 _KEPT_EPOCHS = 2
 
@@ -116,6 +117,19 @@ class Loader:
         self.seed = seed
         self.pad_multiple = pad_multiple
         self._epochs: dict[int, Rows] = {}
+
+    @classmethod
+    def of(cls, samples: Samples, *, recipe: Recipe, pad_multiple: int = 1) -> Loader:
+        """The training rows in the steps that the recipe asks for."""
+        return cls(
+            samples,
+            batch_size=recipe.train.batch_size,
+            max_seq_len=recipe.data.max_seq_len,
+            packing=recipe.data.packing,
+            shuffle=recipe.data.shuffle,
+            seed=recipe.train.seed,
+            pad_multiple=pad_multiple,
+        )
 
     @property
     def even(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from megatrain.data import Loader, Prepared, load_tokenizer, prepare
 from megatrain.data.loader import StepBatch
 from megatrain.model.batch import IGNORE, MicroBatch
+from megatrain.model.config_values import vocabulary
 from megatrain.recipe import Recipe
 from megatrain.train.build import PAD_MULTIPLE_CUDA, Planned, max_positions, read_config
 
@@ -45,11 +46,11 @@ def random_tokens(planned: Planned) -> tuple[BenchTokens, ...]:
 def _random_step(planned: Planned, *, seed: int) -> BenchTokens:
     chosen = planned.plan
     generator = torch.Generator().manual_seed(seed)
-    vocabulary = planned.model.sizes.vocab_size
+    known = planned.model.sizes.vocab_size
     left, out = planned.recipe.train.batch_size, []
     while left:
         rows = min(left, chosen.micro_batch)
-        ids = torch.randint(0, vocabulary, (rows, chosen.seq_len), generator=generator)  # [B, S]
+        ids = torch.randint(0, known, (rows, chosen.seq_len), generator=generator)  # [B, S]
         labels = ids.clone()
         labels[:, 0] = IGNORE
         out.append(MicroBatch(ids, labels, None, None, ids.numel(), rows * (chosen.seq_len - 1)))
@@ -64,22 +65,14 @@ def read_data(recipe: Recipe) -> Prepared:
         recipe,
         tokenizer=load_tokenizer(recipe),
         max_positions=max_positions(config),
-        vocab_size=config.get_text_config().vocab_size,
+        vocab_size=vocabulary(config),
     )
 
 
 def recipe_tokens(planned: Planned, *, prepared: Prepared, count: int) -> tuple[BenchTokens, ...]:
     """The first `count` whole steps of the recipe's data, as the trainer would take them (fewer from short data)."""
     recipe = planned.recipe
-    loader = Loader(
-        prepared.train,
-        batch_size=recipe.train.batch_size,
-        max_seq_len=recipe.data.max_seq_len,
-        packing=recipe.data.packing,
-        shuffle=recipe.data.shuffle,
-        seed=recipe.train.seed,
-        pad_multiple=PAD_MULTIPLE_CUDA if planned.on_cuda else 1,
-    )
+    loader = Loader.of(prepared.train, recipe=recipe, pad_multiple=PAD_MULTIPLE_CUDA if planned.on_cuda else 1)
     chosen = list(islice(_whole_steps(loader), count)) or [loader.step_batch(0, 0)]
     return tuple(BenchTokens.of(tuple(rows.micro_batches(planned.plan.micro_batch))) for rows in chosen)
 

@@ -80,14 +80,7 @@ def look_ahead(recipe: Recipe, *, start: Start, console: Console, stop: StopFlag
 
 def _count_steps(recipe: Recipe, *, prepared: Prepared, start: Start) -> int:
     """Raises RecipeError for a warm-up longer than the run, UsageError for a checkpoint that stands nowhere in it."""
-    loader = Loader(
-        prepared.train,
-        batch_size=recipe.train.batch_size,
-        max_seq_len=recipe.data.max_seq_len,
-        packing=recipe.data.packing,
-        shuffle=recipe.data.shuffle,
-        seed=recipe.train.seed,
-    )
+    loader = Loader.of(prepared.train, recipe=recipe)
     steps = total_steps(loader, epochs=recipe.train.epochs, steps=recipe.train.steps)
     warmup_steps(recipe.optimizer.warmup, total=steps)
     for checkpoint in start.candidates:
