@@ -44,8 +44,8 @@ def _smaller(job: Job, *, short: MemoryPlan) -> Iterator[Advice]:
             yield from _change(f"leave memory.{field} at auto", freed, short=short)
     if job.moment_bytes > 2:
         yield from _change("optimizer.state: bf16", replace(job, moment_bytes=2), short=short)
-    yield from _halved_batch(job, short=short)
-    yield from _shorter_rows(job, short=short)
+    for changes in (_halved_batch(job), _shorter_rows(job)):
+        yield from _mildest(changes, short=short)
 
 
 def _change(text: str, job: Job, *, short: MemoryPlan) -> Iterator[Advice]:
@@ -64,29 +64,25 @@ def _needed(plan: MemoryPlan, *, short: MemoryPlan) -> int:
     return plan.host_total if short.device_fits else plan.device_total
 
 
-def _halved_batch(job: Job, *, short: MemoryPlan) -> Iterator[Advice]:
-    first: Advice | None = None
+def _halved_batch(job: Job) -> Iterator[tuple[str, Job]]:
     rows = job.batch_size
     while rows > 1:
         rows = -(-rows // 2)
-        text = f"train.batch_size {job.batch_size} -> {rows}"
-        found = next(_change(text, replace(job, batch_size=rows), short=short), None)
-        if found is not None and found.enough:
-            yield found
-            return
-        first = first or found
-    if first is not None:
-        yield first
+        yield f"train.batch_size {job.batch_size} -> {rows}", replace(job, batch_size=rows)
 
 
-def _shorter_rows(job: Job, *, short: MemoryPlan) -> Iterator[Advice]:
-    first: Advice | None = None
+def _shorter_rows(job: Job) -> Iterator[tuple[str, Job]]:
     for share in SHORTER:
         length = int(job.seq_len * share) // ROUND * ROUND
-        if not 0 < length < job.seq_len:
-            continue
-        text = f"data.max_seq_len {job.seq_len} -> {length}"
-        found = next(_change(text, replace(job, seq_len=length), short=short), None)
+        if 0 < length < job.seq_len:
+            yield f"data.max_seq_len {job.seq_len} -> {length}", replace(job, seq_len=length)
+
+
+def _mildest(changes: Iterator[tuple[str, Job]], *, short: MemoryPlan) -> Iterator[Advice]:
+    """Of changes that grow, the first that is enough; where none is, the first that helps."""
+    first: Advice | None = None
+    for text, changed in changes:
+        found = next(_change(text, changed, short=short), None)
         if found is not None and found.enough:
             yield found
             return
