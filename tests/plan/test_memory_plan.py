@@ -6,64 +6,20 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from megatrain.errors import DoesNotFit
-from megatrain.model.sizes_types import ModelSizes, UnitSizes
+from megatrain.model.sizes_types import ModelSizes
 from megatrain.plan.accounting import MemoryPlan, checkpoint_bytes, host_bytes
 from megatrain.plan.hardware import DeviceMemory, HostMemory, Limit
-from megatrain.plan.memory import HOST_RESERVE, Limits, plan
-
-MIB = 1 << 20
-GIB = 1 << 30
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The memory section of a recipe with everything at auto."""
-
-    vram: int | str = "auto"
-    host: int | str = "auto"
-    micro_batch: int | str = "auto"
-    slots: int | str = "auto"
-    activations: str = "auto"
-    threads: int | str = "auto"
-
-
-def unit(name: str, elems: int, *, fp32: bool = False, buffers: int = 0) -> UnitSizes:
-    param_bytes = elems * (4 if fp32 else 2)
-    return UnitSizes(
-        name=name,
-        elems=elems,
-        bf16_elems=0 if fp32 else elems,
-        streamed_bytes=param_bytes + buffers,
-        param_bytes=param_bytes,
-        params=9,
-    )
-
-
-def model(*, hidden: int, layer: int, layers: int, vocab: int, saved: int, fp32: bool = False) -> ModelSizes:
-    outer = vocab * hidden
-    return ModelSizes(
-        stem=unit("stem", outer, fp32=fp32),
-        layers=tuple(unit(f"layer {i}", layer, fp32=fp32) for i in range(layers)),
-        tail=unit("tail", outer + hidden, fp32=fp32),
-        hidden_numel_per_token=hidden,
-        hidden_bytes_per_token=hidden * (4 if fp32 else 2),
-        vocab_size=vocab,
-        params_total=2 * outer + layers * layer + hidden,
-        params_trainable=2 * outer + layers * layer + hidden,
-        params_active=2 * outer + layers * layer + hidden,
-        saved_bytes_per_token=saved,
-        config_hash="test",
-    )
-
+from megatrain.plan.job import Job, Settings
+from megatrain.plan.memory import HOST_RESERVE, Limits, decide
+from plan.jobs import GIB, TINY, model, unit
 
 SEVEN_B = model(hidden=3584, layer=233_057_792, layers=28, vocab=152_064, saved=270_000)
-TINY = model(hidden=128, layer=200_000, layers=4, vocab=2048, saved=20_000, fp32=True)
 
 
 def limits(
@@ -90,8 +46,16 @@ def make(
     **settings: int | str,
 ) -> MemoryPlan:
     chosen = Settings(**settings)  # type: ignore[arg-type]
-    return plan(
-        sizes, memory=chosen, batch_size=batch, seq_len=seq, packed=False, limits=machine or limits(), dense_masks=False
+    return decide(
+        Job(
+            sizes,
+            memory=chosen,
+            batch_size=batch,
+            seq_len=seq,
+            packed=False,
+            limits=machine or limits(),
+            dense_masks=False,
+        )
     )
 
 
@@ -118,10 +82,10 @@ def test_bf16_moments_take_ten_bytes_a_parameter() -> None:
     table = host_bytes(SEVEN_B, moment_bytes=2)
     assert 0 <= sum(table.values()) - table["step counts"] - 10 * SEVEN_B.params_total < 4096 * 61
     wide = make()
-    slim = plan(
+    slim = decide(Job(
         SEVEN_B, memory=Settings(), batch_size=32, seq_len=2048, packed=False, limits=limits(), dense_masks=False,
         moment_bytes=2,
-    )  # fmt: skip
+    ))  # fmt: skip
     assert slim.host == wide.host | {"optimizer moments": wide.host["optimizer moments"] // 2}
     assert checkpoint_bytes(SEVEN_B) - checkpoint_bytes(SEVEN_B, moment_bytes=2) == slim.host["optimizer moments"]
 
@@ -225,15 +189,17 @@ def test_a_plan_survives_the_manifest(machine: Limits) -> None:
 
 def test_a_run_that_goes_on_keeps_what_decides_rounding() -> None:
     def resume(kept: MemoryPlan, settings: Settings) -> MemoryPlan:
-        return plan(
-            SEVEN_B,
-            memory=settings,
-            batch_size=32,
-            seq_len=2048,
-            packed=False,
-            limits=limits(),
-            dense_masks=False,
-            resumed=kept,
+        return decide(
+            Job(
+                SEVEN_B,
+                memory=settings,
+                batch_size=32,
+                seq_len=2048,
+                packed=False,
+                limits=limits(),
+                dense_masks=False,
+                resumed=kept,
+            )
         )
 
     tight = make(vram=14 * GIB)
@@ -248,14 +214,16 @@ def test_a_run_that_goes_on_keeps_what_decides_rounding() -> None:
 
 def test_a_head_of_its_own_lets_stem_and_tail_share_one_gradient_sum() -> None:
     def sums(*, shared: bool) -> int:
-        chosen = plan(
-            SEVEN_B,
-            memory=Settings(),
-            batch_size=8,
-            seq_len=512,
-            packed=False,
-            limits=limits(),
-            stem_shared=shared,
+        chosen = decide(
+            Job(
+                SEVEN_B,
+                memory=Settings(),
+                batch_size=8,
+                seq_len=512,
+                packed=False,
+                limits=limits(),
+                stem_shared=shared,
+            )
         )
         return chosen.device["fp32 gradient sums"]
 
@@ -276,14 +244,16 @@ def test_only_chunks_of_bf16_logits_do_without_the_whole_softmax(fp32: bool, chu
 
 def test_dense_masks_are_counted_where_rows_are_packed_or_padded() -> None:
     def masks(*, packed: bool, dense: bool, micro: int) -> int:
-        chosen = plan(
-            TINY,
-            memory=Settings(micro_batch=micro),
-            batch_size=8,
-            seq_len=512,
-            packed=packed,
-            limits=limits(),
-            dense_masks=dense,
+        chosen = decide(
+            Job(
+                TINY,
+                memory=Settings(micro_batch=micro),
+                batch_size=8,
+                seq_len=512,
+                packed=packed,
+                limits=limits(),
+                dense_masks=dense,
+            )
         )
         return chosen.device.get("attention masks", 0)
 

@@ -9,47 +9,13 @@ not change from run to run: the same recipe on the same machine is cut the same 
 from __future__ import annotations
 
 from megatrain.errors import DoesNotFit
-from megatrain.model.sizes_types import ModelSizes
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.cutting import attempt
-from megatrain.plan.job import CONTEXT_BYTES, HOST_RESERVE, Job, Limits, Settings
+from megatrain.plan.job import CONTEXT_BYTES, HOST_RESERVE, Job, Limits
 from megatrain.plan.refusal import does_not_fit
-from megatrain.plan.settings import MemorySettings
 from megatrain.plan.words import gib
 
-__all__ = ["CONTEXT_BYTES", "HOST_RESERVE", "Limits", "MemoryPlan", "decide", "plan"]
-
-
-def plan(
-    sizes: ModelSizes,
-    *,
-    memory: MemorySettings,
-    batch_size: int,
-    seq_len: int,
-    packed: bool,
-    limits: Limits,
-    stem_shared: bool = True,
-    dense_masks: bool = True,
-    moment_bytes: int = 4,
-    can_reside: bool = False,
-    resumed: MemoryPlan | None = None,
-) -> MemoryPlan:
-    """`decide` for a job of these fields (see `Job`). Raises DoesNotFit with the numbers and what to change."""
-    return decide(
-        Job(
-            sizes,
-            memory=Settings.of(memory),
-            batch_size=batch_size,
-            seq_len=seq_len,
-            packed=packed,
-            limits=limits,
-            stem_shared=stem_shared,
-            dense_masks=dense_masks,
-            moment_bytes=moment_bytes,
-            can_reside=can_reside,
-            resumed=resumed,
-        )
-    )
+__all__ = ["CONTEXT_BYTES", "HOST_RESERVE", "Limits", "MemoryPlan", "decide"]
 
 
 def decide(job: Job) -> MemoryPlan:
