@@ -16,7 +16,8 @@ from megatrain.errors import ModelError, UsageError
 from megatrain.model.user_cache import cache_folder
 from megatrain.recipe import load_recipe
 from megatrain.train import machine
-from megatrain.train.build import plan_run, read_config
+from megatrain.train.build import plan_run
+from megatrain.train.model_config import read_config
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,7 +14,8 @@ from torch import Tensor
 from megatrain.plan.accounting import SENDS_IN_FLIGHT, MemoryPlan
 from megatrain.recipe import Recipe, recipe_from_dict
 from megatrain.stream.device import CpuDevice
-from megatrain.train.build import Rooms, build_rooms, plan_run, read_config
+from megatrain.train.build import Rooms, build_rooms, plan_run
+from megatrain.train.model_config import read_config
 
 STORE = ("weights as streamed", "low halves of the masters", "optimizer moments", "gradients", "activations")
 BUFFERS = ("weight slots", "stem and tail", "fp32 gradient sums", "gradient buffers", "resident units")

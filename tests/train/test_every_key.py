@@ -25,6 +25,7 @@ from megatrain.recipe.suggest import sections
 from megatrain.report.metrics import read_metrics
 from megatrain.stream.device import CpuDevice
 from megatrain.train import build
+from megatrain.train.model_config import read_config
 
 Values = dict[str, Any]  # dotted keys
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
@@ -233,7 +234,7 @@ def _kernels(recipe: Recipe) -> bool:
             patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             patch.setattr(build, "open_cuda", _stop)
             with pytest.raises(_Stopped):
-                build.plan_run(wanted, config=build.read_config(wanted))
+                build.plan_run(wanted, config=read_config(wanted))
             return torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(before)
@@ -252,7 +253,7 @@ def _compiled(recipe: Recipe) -> bool:
         patch.setattr(build, "_open_device", lambda recipe: (CpuDevice(), "a card", card))
         patch.setattr(StreamedModel, "build", note)
         with pytest.raises(_Stopped):
-            build.plan_run(recipe, config=build.read_config(recipe))
+            build.plan_run(recipe, config=read_config(recipe))
     return bool(seen[0])
 
 

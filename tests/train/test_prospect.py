@@ -12,6 +12,7 @@ from whole import whole_recipe, write_rows
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.hardware import Limit
 from megatrain.train import build
+from megatrain.train.model_config import read_config
 from megatrain.train.prospect import _check_cut, new_rounding
 
 PLAN = MemoryPlan(
@@ -52,7 +53,7 @@ def test_where_the_cut_of_before_has_no_room_another_is_planned_on_the_device_th
         return whole_recipe(tmp_path / "run", rows=rows, memory=settings, data=data, train={"batch_size": 64})
 
     monkeypatch.setattr(build, "_open_device", counted)
-    config = build.read_config(recipe())
+    config = read_config(recipe())
     large, small = (build.plan_run(recipe(micro_batch=n, host=8 << 30), config=config).plan for n in (64, 1))
     host = (large.host_total + small.host_total) // 2
     opened.clear()

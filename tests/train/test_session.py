@@ -25,9 +25,9 @@ from megatrain.recipe import load_recipe, resolve_asset
 from megatrain.report.events import SaveReport, StepReport
 from megatrain.stream.step import StepNumbers
 from megatrain.train import prospect
-from megatrain.train.build import read_config
 from megatrain.train.export import export_checkpoint
 from megatrain.train.manifest import Manifest
+from megatrain.train.model_config import read_config
 from megatrain.train.rundir import RunDir
 from megatrain.train.signals import Interrupted, StopFlag
 

@@ -25,7 +25,7 @@ def run(recipe: str, *, overrides: Sequence[str], rows: int, json: bool) -> int:
     """Prints the account of every source and the first `rows` rows; returns the exit code."""
     from megatrain.data import load_tokenizer, prepare
     from megatrain.model.config_values import vocabulary
-    from megatrain.train.build import max_positions, read_config
+    from megatrain.train.model_config import max_positions, read_config
 
     loaded = load_recipe(recipe, overrides=overrides)
     tokenizer = load_tokenizer(loaded)

@@ -31,6 +31,7 @@ SHORT, LONG = 32, 96  # lengths at which layers are rehearsed; the difference is
 class Rehearsal:
     """What one layer showed. `saved_bytes`: kept for its backward at the length of the call, weights excluded."""
 
+    layer: int  # its number
     unused: frozenset[str]
     unread: frozenset[str]  # weights whose product nobody reads when the layer is recomputed
     saved_bytes: int
@@ -148,6 +149,7 @@ class Rehearsals:
         trainable = {n: t for n, t in weights.items() if t.requires_grad}
         saved = sum(int(s.nbytes()) for s in counted.values())
         return Rehearsal(
+            layer=index,
             unused=frozenset(trainable) - reached(outputs, leaves=trainable),
             unread=labels.unread(trainable),
             saved_bytes=saved,
@@ -164,6 +166,18 @@ class Rehearsals:
             for leaf in pytree.tree_leaves(value)
             if isinstance(leaf, Tensor)
         ]
+
+
+def form_of(call: LayerCall) -> object:
+    """What a rehearsal depends on of a call: structure, shapes, types and plain values. It can be hashed."""
+    leaves, structure = pytree.tree_flatten((call.where, call.args, dict(call.kwargs)))
+    return str(structure), tuple(_form(leaf) for leaf in leaves)
+
+
+def _form(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
+    return type(leaf).__name__, repr(leaf)
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ class StreamedModel:
         recorder = Recorder(count=len(found.layers))
         stubs = [Stub(recorder, index=i, layer=layer) for i, layer in enumerate(found.layers)]
         setattr(found.owner, found.attribute, nn.ModuleList(stubs))
-        trial = run_trial(model, found=found, parts=parts, recorder=recorder)
+        trial = run_trial(model, found=found, parts=parts, recorder=recorder, kinds=kinds)
         for layer, unread in zip(found.layers, trial.unread_in_layers, strict=True):
             skip_unread(layer, unread)
         anatomy = build_anatomy(

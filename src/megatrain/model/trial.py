@@ -6,7 +6,7 @@ parameters the stem and the tail read, whether the layers form one chain; or ref
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from megatrain.model.attention import watch_attention
 from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
 from megatrain.model.foreign import models_may_fail
 from megatrain.model.graphs import depends_on, reached
-from megatrain.model.rehearsal import LONG, SHORT, NoProducts, Rehearsal, Rehearsals
+from megatrain.model.rehearsal import LONG, SHORT, NoProducts, Rehearsal, Rehearsals, form_of
 from megatrain.model.sites import Sites
 from megatrain.model.skeleton import LayerList
 from megatrain.model.stubs import RETURN_FORMS, LayerCall, NotLayerwise, Recorder, refuse_opaque, shared_mappings
@@ -50,8 +50,8 @@ class Trial:
 
 
 @models_may_fail
-def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder) -> Trial:
-    """Stubs are in place; outer tensors are on the meta device before and after."""
+def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder, kinds: Sequence[int]) -> Trial:
+    """Stubs are in place; outer tensors are on the meta device before and after. kinds: see kinds.py."""
     sites = Sites(parts.outer_sites)
     outer = {name: hollow(tensor) for name, tensor in parts.outer.items()}
     sites.put(outer)
@@ -81,11 +81,11 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder)
             length=TRIAL_LENGTH,
         )
     in_tail = reached([logits], leaves=trainable)
+    rehearse = partial(
+        _rehearse, recorder, partial(base, **flags), found=found, parts=parts, shared=shared, kinds=kinds
+    )
     with watch_attention() as attention_calls:
-        short, long = (
-            _rehearse(recorder, partial(base, **flags), found=found, parts=parts, shared=shared, length=length)
-            for length in (SHORT, LONG)
-        )
+        short, long = rehearse(length=SHORT), rehearse(length=LONG)
     sites.clear()
     if router is not None:
         tap.attach(found, rules=router_rules(base))
@@ -93,7 +93,7 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder)
     hidden_shape[-3:-1] = [1, 1]
     return Trial(
         base=base,
-        attention_calls=tuple(attention_calls),
+        attention_calls=(*attention_calls, *_mirrored(attention_calls, found=found, of=[r.layer for r in short])),
         flags=flags,
         router=router,
         tap=tap,
@@ -189,16 +189,37 @@ def _rehearse(
     found: LayerList,
     parts: Parts,
     shared: tuple[str, ...],
+    kinds: Sequence[int],
     length: int,
 ) -> list[Rehearsal]:
+    """Per layer what it showed, or what the first of its kind showed that was called alike.
+
+    Where layers hand state on, each is rehearsed: the next one needs what it leaves.
+    """
     ids = torch.zeros(1, length, dtype=torch.int64)
     with torch.enable_grad():
         calls = recorder.record(lambda: base(input_ids=ids))
     rehearsals = Rehearsals(calls, shared=shared)
-    return [
-        rehearsals.run(i, layer=layer, parts=part)
-        for i, (layer, part) in enumerate(zip(found.layers, parts.layers, strict=True))
-    ]
+    known: dict[object, Rehearsal] = {}
+    shown = []
+    for i, (layer, part) in enumerate(zip(found.layers, parts.layers, strict=True)):
+        form = i if shared else (kinds[i], form_of(calls[i]))
+        if form not in known:
+            known[form] = rehearsals.run(i, layer=layer, parts=part)
+        shown.append(known[form])
+    return shown
+
+
+def _mirrored(
+    seen: Sequence[tuple[nn.Module, tuple[int, ...], bool]], *, found: LayerList, of: Sequence[int]
+) -> Iterator[tuple[nn.Module, tuple[int, ...], bool]]:
+    """The attention calls of layers that another one, `of` each, was rehearsed for."""
+    for index, other in enumerate(of):
+        if other != index:
+            paths = {id(module): path for path, module in found.layers[other].named_modules()}
+            for module, sizes, plain in seen:
+                if id(module) in paths:
+                    yield found.layers[index].get_submodule(paths[id(module)]), sizes, plain
 
 
 def _stochastic(model: Any, found: LayerList) -> bool:

@@ -16,7 +16,8 @@ from megatrain.data.loader import StepBatch
 from megatrain.model.batch import IGNORE, MicroBatch
 from megatrain.model.config_values import vocabulary
 from megatrain.recipe import Recipe
-from megatrain.train.build import PAD_MULTIPLE_CUDA, Planned, max_positions, read_config
+from megatrain.train.build import PAD_MULTIPLE_CUDA, Planned
+from megatrain.train.model_config import max_positions, read_config
 
 DIFFERENT = 2
 """Steps of random tokens that differ; they take turns."""

@@ -10,7 +10,6 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -23,7 +22,7 @@ from megatrain.host.initial import init_random
 from megatrain.host.store import HostStore
 from megatrain.host.weights import fetch, load_pretrained
 from megatrain.model.attention import VARLEN
-from megatrain.model.skeleton import ModelSpec, load_config
+from megatrain.model.skeleton import ModelSpec
 from megatrain.model.streamed import StreamedModel
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import load_kernel
@@ -36,7 +35,7 @@ from megatrain.plan.hardware import DeviceMemory, read_host_memory, read_page_lo
 from megatrain.plan.job import CONTEXT_BYTES, MOMENT_BYTES, Job, Limits, Settings
 from megatrain.plan.memory import MemoryPlan, decide
 from megatrain.plan.process import libraries_bytes
-from megatrain.recipe import Recipe, resolve_asset
+from megatrain.recipe import Recipe
 from megatrain.stream.device import CpuDevice, Device
 from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name, open_cuda, vram_free_bytes
 from megatrain.stream.device_cuda_kernel import CudaKernel
@@ -45,6 +44,7 @@ from megatrain.stream.step import Geometry
 from megatrain.train.evaluation import evaluation_groups
 from megatrain.train.gate import UnitGate
 from megatrain.train.gpus import read_gpu
+from megatrain.train.model_config import model_path
 from megatrain.train.run import Run
 from megatrain.train.signals import PolledUpdates, StopFlag
 from megatrain.train.yardstick import yardstick
@@ -68,34 +68,9 @@ class Planned:
     device_kernel: DeviceKernel | None = None  # None: no unit may be resident
 
 
-def read_config(recipe: Recipe) -> PretrainedConfig:
-    """The model's config with the recipe's overrides. Raises ModelError."""
-    return load_config(
-        model_path(recipe),
-        revision=recipe.model.revision,
-        overrides=recipe.model.config,
-        trust_remote_code=recipe.model.trust_remote_code,
-    )
-
-
-def model_path(recipe: Recipe) -> str:
-    """A folder, or a hub id."""
-    path = recipe.model.path
-    if path.startswith("megatrain:"):
-        return str(resolve_asset(path))
-    local = Path(path).expanduser()
-    return str(local) if local.exists() else path
-
-
 def moments_of(recipe: Recipe) -> torch.dtype:
     """What the optimizer's moments are stored in."""
     return torch.bfloat16 if recipe.optimizer.state == "bf16" else torch.float32
-
-
-def max_positions(config: PretrainedConfig) -> int | None:
-    """The longest sequence the model knows; None where positions have no end."""
-    value = getattr(config, "max_position_embeddings", None)
-    return value if isinstance(value, int) and value > 0 else None
 
 
 def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | None = None) -> Planned:

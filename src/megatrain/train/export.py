@@ -22,9 +22,9 @@ from megatrain.optim.threads import optimizer_threads
 from megatrain.recipe import Recipe, recipe_from_dict
 from megatrain.report.console import Console
 from megatrain.stream.device import CpuDevice
-from megatrain.train.build import model_path, read_config
 from megatrain.train.checkpoint import Checkpoint, find_checkpoints
 from megatrain.train.manifest import Damaged
+from megatrain.train.model_config import model_path, read_config
 from megatrain.train.run import Run
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]

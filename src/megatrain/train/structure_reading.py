@@ -10,7 +10,7 @@ from megatrain.model.skeleton import ModelSpec
 from megatrain.model.streamed import StreamedModel
 from megatrain.recipe import Recipe
 from megatrain.stream.device import CpuDevice
-from megatrain.train.build import max_positions, read_config
+from megatrain.train.model_config import max_positions, read_config
 
 
 def read_facts(recipe: Recipe, *, bf16: bool, ours: bool) -> ModelFacts:
