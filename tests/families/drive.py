@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from megatrain.model.anatomy import Unit
 from megatrain.model.batch import IGNORE, MicroBatch
+from megatrain.model.experts_pass import ExpertPass
 from megatrain.model.passes import Pass
 from megatrain.model.skeleton import ModelSpec
 from megatrain.model.sliced_tail import HeadSlice, SliceGradient
@@ -169,8 +170,9 @@ class Streamed:
         device: str = "cpu",
         rng: Any = None,
         slices: int = 0,
+        groups: int = 0,
     ) -> None:
-        """slices: of the head, in `step`; the embedding then comes as rows."""
+        """slices: of the head, in `step`; the embedding then comes as rows. groups: of every layer's experts."""
         spec = ModelSpec(copy.deepcopy(config), attention, dtype, training, compile)
         self.device = torch.device(device)
         self.model = StreamedModel.build(spec, rng=rng or CpuRng())
@@ -183,6 +185,7 @@ class Streamed:
         size = max(unit.layout.nbytes for unit in anatomy.layers)
         self.slots = [_nan(size).to(self.device), _nan(size).to(self.device)]
         self.model.outer_buffers_to(self.device)
+        self.groups = self.model.divide_experts(groups)
         stem = anatomy.stem.layout.views(self.blocks[anatomy.stem.index])
         tail = anatomy.tail.layout.views(self.blocks[anatomy.tail.index])
         self.ends = Slices(self.model, stem=stem, tail=tail, count=slices) if slices else None
@@ -208,6 +211,8 @@ class Streamed:
         stored = [[p.hidden] for p in passes]
         for i in range(len(anatomy.layers)):
             weights = self._stay(i) if keep_graphs else self._load(i)
+            if self.groups[i] is not None:
+                self._mix(i, passes, weights, [kept[i] for kept in stored])
             for p, kept in zip(passes, stored, strict=True):
                 kept.append(p.forward(i, weights, kept[i], keep_graph=keep_graphs))
             self._release(i)
@@ -223,10 +228,13 @@ class Streamed:
             slopes.append(out.hidden_grad)
         for i in reversed(range(len(anatomy.layers))):
             weights, unit = ({} if keep_graphs else self._load(i)), anatomy.layers[i]
+            groups = self.groups[i]
+            if groups is not None:
+                self._unmix(i, passes, weights, [kept[i] for kept in stored], slopes, result=result)
             for m, p in enumerate(passes):
                 hidden = None if keep_graphs else stored[m][i]
                 slopes[m], found = p.backward(i, weights, hidden, slopes[m], accumulate=accumulate)
-                for entry, gradient in zip(unit.layout.params, found, strict=True):
+                for entry, gradient in zip((unit.layout if groups is None else groups.rest).params, found, strict=True):
                     if gradient is not None:
                         result.add(unit.full_names[entry.name][0], gradient)
             self._release(i)
@@ -234,18 +242,66 @@ class Streamed:
             p.finish(slope, accumulate=accumulate)
         return result
 
+    def _mix(self, layer: int, passes: Sequence[Pass], weights: dict[str, Tensor], hidden: Sequence[Tensor]) -> None:
+        """The experts' part of a forward: all passes up to them, then through one group after the other."""
+        for p, one in zip(passes, hidden, strict=True):
+            assert isinstance(p, ExpertPass)
+            p.route(layer, weights, one)
+        for g, _, tensors in self._groups(layer):
+            for p in passes:
+                p.mix(layer, g, tensors)
+
+    def _unmix(
+        self,
+        layer: int,
+        passes: Sequence[Pass],
+        weights: dict[str, Tensor],
+        hidden: Sequence[Tensor],
+        slopes: Sequence[Tensor],
+        *,
+        result: Result,
+    ) -> None:
+        unit = self.model.anatomy.layers[layer]
+        for p, one, slope in zip(passes, hidden, slopes, strict=True):
+            assert isinstance(p, ExpertPass)
+            p.reroute(layer, weights, one, slope)
+        for g, span, tensors in self._groups(layer):
+            for p in passes:
+                for name, gradient in zip(tensors, p.unmix(layer, g, tensors), strict=True):
+                    full = torch.zeros_like(unit.layout.views(self.blocks[unit.index])[name])
+                    full[span] = gradient
+                    result.add(unit.full_names[name][0], full)
+
+    def _groups(self, layer: int) -> Iterator[tuple[int, slice, dict[str, Tensor]]]:
+        """Number, experts and weights of each group; a block of its own, which is NaN when the next one comes."""
+        groups, unit = self.groups[layer], self.model.anatomy.layers[layer]
+        assert groups is not None
+        whole = unit.layout.views(self.blocks[unit.index])
+        for g, span in enumerate(groups.spans):
+            tensors = {name: whole[name][span].clone() for name in (e.name for e in groups.layouts[g].params)}
+            yield g, span, tensors
+            for tensor in tensors.values():
+                tensor.fill_(torch.nan)
+
     def evaluate(self, batch: MicroBatch) -> tuple[Tensor, float]:
         """The last layer's output and the mean loss, without gradients."""
         current = self.model.begin(batch, grad=False)
         out = current.hidden
         for i in range(len(self.model.anatomy.layers)):
-            out = current.forward(i, self._load(i), out)
+            weights = self._load(i)
+            if self.groups[i] is not None:
+                self._mix(i, [current], weights, [out])
+            out = current.forward(i, weights, out)
             self._release(i)
         found = current.tail(out, denominator=batch.supervised, chunk=WHOLE, grad=False, accumulate=_refuse)
         return out, float(found.loss)
 
     def _load(self, layer: int) -> dict[str, Tensor]:
-        unit, slot = self.model.anatomy.layers[layer], self.slots[layer % 2]
+        unit, slot, groups = self.model.anatomy.layers[layer], self.slots[layer % 2], self.groups[layer]
+        if groups is not None:
+            parts = [self.blocks[unit.index][at] for at in unit.layout.around(*groups.experts.names)]
+            slot[: groups.rest.nbytes].copy_(torch.cat(parts))
+            return groups.rest.views(slot)
         slot[: unit.layout.nbytes].copy_(self.blocks[unit.index])
         return unit.layout.views(slot)
 

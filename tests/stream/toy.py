@@ -154,6 +154,10 @@ class ToyModel:
         self.stem = {n: t.detach().requires_grad_() for n, t in stem.items()}
         self.tail = dict(tail)
 
+    def divide_experts(self, count: int) -> tuple[None, ...]:
+        assert not count
+        return (None,) * len(self.anatomy.layers)
+
     def bind_sliced(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor], rows: Tensor) -> ToySlices:
         self.bind_outer(stem={**stem, "embed": rows}, tail=tail)
         self.slices = ToySlices()

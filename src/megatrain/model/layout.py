@@ -111,18 +111,18 @@ class FlatLayout:
         """The entry of that name. Raises StopIteration if there is none."""
         return next(e for e in self.entries if e.name == name)
 
-    def without(self, name: str | None) -> FlatLayout:
+    def without(self, *names: str) -> FlatLayout:
         """The layout of the other tensors, closed up: in the same order, each aligned as it was."""
-        rest = (e for e in self.entries if e.name != name)
+        rest = (e for e in self.entries if e.name not in names)
         return FlatLayout.of(TensorSpec(e.name, e.shape, e.dtype, e.trainable) for e in rest)
 
-    def around(self, name: str | None) -> tuple[slice, ...]:
-        """The bytes of a streamed block without one parameter; end to end they are a block of `without(name)`."""
-        if name is None:
-            return (slice(0, self.nbytes),)
-        gap = self.entry(name)
-        end = gap.byte_offset + _round_up(gap.numel, ALIGN_ELEMS) * gap.dtype.itemsize
-        parts = (slice(0, gap.byte_offset), slice(end, self.nbytes))
+    def around(self, *names: str) -> tuple[slice, ...]:
+        """The bytes of a streamed block without some parameters; end to end they are a block of `without(*names)`."""
+        parts, start = [], 0
+        for gap in (e for e in self.params if e.name in names):  # in the order of the block
+            parts.append(slice(start, gap.byte_offset))
+            start = gap.byte_offset + _round_up(gap.numel, ALIGN_ELEMS) * gap.dtype.itemsize
+        parts.append(slice(start, self.nbytes))
         return tuple(part for part in parts if part.start < part.stop)
 
     @property

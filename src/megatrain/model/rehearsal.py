@@ -9,7 +9,9 @@ with a graph to give the recompute's bits). Weights are one expanded element eac
 from __future__ import annotations
 
 from collections.abc import MutableMapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from megatrain.model.anatomy_of import LayerParts, hollow
+from megatrain.model.experts import Experts, NotGroupable
 from megatrain.model.graphs import reached
 from megatrain.model.stubs import LayerCall
 from megatrain.model.unread import Labels
@@ -36,6 +39,7 @@ class Rehearsal:
     unread: frozenset[str]  # weights whose product nobody reads when the layer is recomputed
     saved_bytes: int
     bias_has_gradient: bool
+    experts_read: bool = False  # with stand-ins for experts: autograd keeps something that depends on what they give
 
 
 class _Product(torch.autograd.Function):
@@ -59,6 +63,18 @@ class _Attention(torch.autograd.Function):
         out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
         ctx.save_for_backward(query, key, value, out, query.new_zeros(query.shape[:-1], dtype=torch.float32))
         return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("a rehearsal has no backward")
+
+
+class _Apart(torch.autograd.Function):
+    """Stands for experts that are run by themselves: keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor) -> Tensor:
+        return hidden.new_zeros(hidden.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -114,8 +130,11 @@ class Rehearsals:
         self._calls = calls
         self._live: dict[str, MutableMapping[Any, Any]] = {n: type(calls[0].kwargs[n])() for n in shared}
 
-    def run(self, index: int, *, layer: nn.Module, parts: LayerParts) -> Rehearsal:
-        """Run `layer`, number `index`; its own tensors are on the meta device before and after."""
+    def run(self, index: int, *, layer: nn.Module, parts: LayerParts, experts: Experts | None = None) -> Rehearsal:
+        """Run `layer`, number `index`; its own tensors are on the meta device before and after.
+
+        experts: those of the layer, where it is to be rehearsed without them. Raises NotGroupable.
+        """
         call = self._calls[index]
         weights = {n: hollow(t) for n, t in parts.tensors.items()}
         hidden = call.hidden.detach().requires_grad_(True)
@@ -138,10 +157,11 @@ class Rehearsals:
             if storage._cdata not in known and tensor.grad_fn is not None:
                 counted.setdefault(storage._cdata, storage)
 
-        watch = _Watch(labels)
+        watch, marker = _Watch(labels), torch.empty(0)
+        apart = nullcontext() if experts is None else experts.call.answering(partial(_apart, labels, marker))
         parts.sites.put(weights)
         try:
-            with torch.enable_grad(), saved_tensors_hooks(note, _same), watch, labels:
+            with apart, torch.enable_grad(), saved_tensors_hooks(note, _same), watch, labels:
                 out = layer(*args, **kwargs)
         finally:
             parts.sites.clear()
@@ -154,6 +174,7 @@ class Rehearsals:
             unread=labels.unread(trainable),
             saved_bytes=saved,
             bias_has_gradient=watch.bias_has_gradient,
+            experts_read=experts is not None and not labels.unread({"experts": marker}),
         )
 
     def _written(self, before: dict[str, dict[Any, Any]]) -> list[Tensor]:
@@ -178,6 +199,14 @@ def _form(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad
     return type(leaf).__name__, repr(leaf)
+
+
+def _apart(labels: Labels, marker: Tensor, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    if hidden.ndim != 2 or chosen.ndim != 2 or weights.shape != chosen.shape or len(chosen) != len(hidden):
+        raise NotGroupable("the experts are not called with tokens, and each token's choices and their weights")
+    out: Tensor = _apply(_Apart, hidden, weights)
+    labels.made(out, weight=marker)
+    return out
 
 
 def _leaf(tensor: Tensor) -> Tensor:

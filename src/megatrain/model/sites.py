@@ -26,6 +26,10 @@ class Sites:
     def names(self) -> tuple[str, ...]:
         return tuple(self._places)
 
+    def only(self, names: Iterable[str]) -> Sites:
+        """The places of some of the tensors, which are on the meta device."""
+        return Sites({name: self._places[name] for name in names})
+
     def put(self, tensors: Mapping[str, Tensor]) -> None:
         """Bind each named place to its tensor. Raises KeyError when one is missing."""
         for name, holder, key in self._flat:

@@ -29,6 +29,9 @@ from megatrain.model.attention import (
 from megatrain.model.aux import step_router_loss
 from megatrain.model.batch import MicroBatch
 from megatrain.model.compiled import LayerFunction, compile_kinds
+from megatrain.model.experts import ExpertGroups, NotGroupable
+from megatrain.model.experts_pass import ExpertPass
+from megatrain.model.grouping import Grouping, find_grouping
 from megatrain.model.kinds import kinds_of
 from megatrain.model.packing import document_masks, leaking_layers, probe_positions, probe_row, striped
 from megatrain.model.passes import Pass
@@ -80,8 +83,11 @@ class StreamedModel:
         anatomy: Anatomy,
         rng: Rng,
         slicing: Slicing | None,
+        grouping: Grouping | NotGroupable,
     ) -> None:
         self.spec = spec
+        self.grouping = grouping  # NotGroupable: experts, if there are any, can only be whole
+        self.expert_groups: tuple[ExpertGroups | None, ...] = (None,) * len(anatomy.layers)
         self.slicing = slicing  # None: head and embedding can only be whole
         self.rng = rng
         self.anatomy = anatomy
@@ -134,6 +140,7 @@ class StreamedModel:
         stubs = [Stub(recorder, index=i, layer=layer) for i, layer in enumerate(found.layers)]
         setattr(found.owner, found.attribute, nn.ModuleList(stubs))
         trial = run_trial(model, found=found, parts=parts, recorder=recorder, kinds=kinds)
+        grouping = _grouping(found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
         for layer, unread in zip(found.layers, trial.unread_in_layers, strict=True):
             skip_unread(layer, unread)
         anatomy = build_anatomy(
@@ -158,6 +165,7 @@ class StreamedModel:
             anatomy=anatomy,
             rng=rng,
             slicing=slicing,
+            grouping=grouping,
         )
 
     @property
@@ -227,6 +235,23 @@ class StreamedModel:
                     if buffer is not None:
                         part._buffers[name] = buffer.to(device)
 
+    def divide_experts(self, count: int) -> tuple[ExpertGroups | None, ...]:
+        """From the next `bind_outer` on layers come without their experts, and those in at most `count` groups.
+
+        0: experts come with their layer. Returns per layer its groups; None where it comes whole. Raises NotGroupable.
+        """
+        layers = self.anatomy.layers
+        if not count:
+            self.expert_groups = (None,) * len(layers)
+            return self.expert_groups
+        if isinstance(self.grouping, NotGroupable):
+            raise self.grouping
+        self.expert_groups = tuple(
+            None if experts is None else ExpertGroups.of(experts, layout=unit.layout, count=count)
+            for experts, unit in zip(self.grouping.layers, layers, strict=True)
+        )
+        return self.expert_groups
+
     def bind_sliced(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor], rows: Tensor) -> BoundSlices:
         """`bind_outer` without the embedding, for which `rows` [most rows, D] stands, and without the head's weight."""
         slicing = self.slicing
@@ -262,14 +287,14 @@ class StreamedModel:
         self.layer_plans = tuple(
             LayerPlan(
                 module,
-                part.sites,
-                tuple(e.name for e in unit.layout.params),
+                part.sites if groups is None else part.sites.only(e.name for e in groups.rest.entries),
+                tuple(e.name for e in (unit.layout if groups is None else groups.rest).params),
                 tuple(f"stem:{n}" for n in part.shared if n in trainable),
                 tuple(bound[n] for n in part.shared if n in trainable),
                 function,
             )
-            for module, part, unit, function in zip(
-                self._found.layers, self._parts.layers, self.anatomy.layers, compiled, strict=True
+            for module, part, unit, function, groups in zip(
+                self._found.layers, self._parts.layers, self.anatomy.layers, compiled, self.expert_groups, strict=True
             )
         )
         return bound
@@ -287,14 +312,17 @@ class StreamedModel:
             self._slices = self.sliced_head = None
 
     def _compiled(self) -> tuple[LayerFunction | None, ...]:
-        """Layers that share parameters with others, or hand on state, keep their own modules."""
+        """Layers that share parameters with others, hand on state, or stop at their experts, keep their own modules."""
         if not self.spec.compile:
             return (None,) * len(self._found.layers)
         return compile_kinds(
             self._found.layers,
             kinds=self.anatomy.kinds,
             names=[part.sites.names for part in self._parts.layers],
-            eager=[bool(part.shared or self._trial.shared) for part in self._parts.layers],
+            eager=[
+                bool(part.shared or self._trial.shared or groups)
+                for part, groups in zip(self._parts.layers, self.expert_groups, strict=True)
+            ],
             tap=self._trial.tap,
         )
 
@@ -312,7 +340,8 @@ class StreamedModel:
         with torch.set_grad_enabled(grad):
             calls = self._record_stem(batch)
         training = grad and self.spec.training
-        return Pass(self, batch=batch, calls=calls, shared=self._trial.shared, training=training, documents=documents)
+        kind = ExpertPass if any(self.expert_groups) else Pass
+        return kind(self, batch=batch, calls=calls, shared=self._trial.shared, training=training, documents=documents)
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -386,6 +415,15 @@ class StreamedModel:
                     self._model.config, position_ids=batch.position_ids, dtype=self.spec.precision
                 )
         return inputs
+
+
+def _grouping(
+    found: LayerList, *, parts: Parts, recorder: Recorder, trial: Trial, kinds: tuple[int, ...]
+) -> Grouping | NotGroupable:
+    try:
+        return find_grouping(found=found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
+    except NotGroupable as refusal:
+        return refusal
 
 
 def _varlen_windows(spec: ModelSpec, *, rng: Rng) -> tuple[Window | None, ...] | None:

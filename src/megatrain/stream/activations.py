@@ -39,6 +39,9 @@ class ActivationStore(Protocol):
     def take(self, key: tuple[int, int]) -> Tensor:
         """The kept tensor, for work enqueued on compute from now on."""
 
+    def put_back(self, key: tuple[int, int]) -> None:
+        """The work enqueued so far has read it; it is loaded and taken once more."""
+
     def drop(self, key: tuple[int, int]) -> None:
         """The work enqueued so far was the last to read it."""
 
@@ -60,6 +63,9 @@ class DeviceActivations:
 
     def take(self, key: tuple[int, int]) -> Tensor:
         return self._kept[key]
+
+    def put_back(self, key: tuple[int, int]) -> None:
+        """Nothing to do: it stays."""
 
     def drop(self, key: tuple[int, int]) -> None:
         del self._kept[key]
@@ -144,6 +150,9 @@ class HostActivations:
         self._device.wait(place.loaded, on=StreamName.COMPUTE, keeps="no read before load")
         self._device.touch(f"read{key}", on=StreamName.COMPUTE, reads=(place.name,))
         return place.block[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def put_back(self, key: tuple[int, int]) -> None:
+        self.drop(key)  # the place; the row on the host stays as it is
 
     def drop(self, key: tuple[int, int]) -> None:
         place = self._holder(key)

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatrain.host.store import HostStore, HostUnit
 from megatrain.model.batch import MicroBatch
 from megatrain.stream.device import Device, Event
+from megatrain.stream.experts import LayerParts
 from megatrain.stream.grads import GradientRing, GradientSum, Run
 from megatrain.stream.ring import WeightRing, WeightSlot
 from megatrain.stream.running import RunningStep
@@ -87,24 +88,29 @@ class WholeEnds:
         store: HostStore,
         device: Device,
         geometry: Geometry,
+        layers: LayerParts,
         resident: Mapping[int, HostUnit],
     ) -> None:
         self._model, self._store, self._device, self._chunk = model, store, device, geometry.head_chunk
         self._tail = store.tail.unit.index
         self._resident = resident
-        self.sums = self._allocate_sums()
+        self.sums = self._allocate_sums(layers)
 
-    def _allocate_sums(self) -> dict[int, GradientSum]:
+    def _allocate_sums(self, layers: LayerParts) -> dict[int, GradientSum]:
         """One fp32 block for the layers, one for the tail; the stem's own only where both live at once."""
         store, resident = self._store, self._resident
-        layer_flat = self._device.buffer(max(x.unit.layout.elems for x in store.layers), dtype=torch.float32)
+        layer_flat = self._device.buffer(layers.elems, dtype=torch.float32)
         apart = self._model.anatomy.stem_shared
         sizes = (store.stem.unit.layout.elems, store.tail.unit.layout.elems)
         tail_flat = self._device.buffer(sizes[1] if apart else max(sizes), dtype=torch.float32)
         stem_flat = self._device.buffer(sizes[0], dtype=torch.float32) if apart else tail_flat
-        flats = {x.unit.index: layer_flat for x in store.layers} | {0: stem_flat, self._tail: tail_flat}
-        units = (resident.get(x.unit.index, x) for x in store.units)
-        return {x.unit.index: GradientSum.of(x, flat=flats[x.unit.index]) for x in units}
+        stay = [x for x in resident.values() if 0 < x.unit.index < self._tail]
+        ends = {0: (store.stem, stem_flat), self._tail: (store.tail, tail_flat)}
+        return {
+            **layers.sums(layer_flat),
+            **{x.unit.index: GradientSum.of(x, flat=layer_flat) for x in stay},
+            **{unit: GradientSum.of(resident.get(unit, host), flat=flat) for unit, (host, flat) in ends.items()},
+        }
 
     def sources(self) -> Mapping[Stay, Source]:
         ends = (self._store.stem, self._store.tail)

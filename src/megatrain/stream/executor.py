@@ -21,6 +21,7 @@ from megatrain.model.batch import MicroBatch
 from megatrain.stream.activations import ActivationStore, DeviceActivations, HostActivations
 from megatrain.stream.device import Device, StreamName
 from megatrain.stream.ends import Ends, WholeEnds
+from megatrain.stream.experts import LayerParts
 from megatrain.stream.grads import GradientRing
 from megatrain.stream.resident import ResidentUnits
 from megatrain.stream.ring import Updates, WeightRing, WeightSlot
@@ -53,6 +54,7 @@ class StreamingExecutor:
         """Allocates everything a step needs. `poison`: fill slots with NaN on release (tests)."""
         self._model, self._store, self._device, self._geometry = model, store, device, geometry
         self._resident = ResidentUnits(store, device=device, count=geometry.resident)
+        self._layers = LayerParts(model, store=store, device=device, groups=geometry.expert_groups)
         self._ends = self._make_ends()
         self._sums = self._ends.sums
         self._ring = WeightRing(
@@ -60,13 +62,13 @@ class StreamingExecutor:
             device=device,
             slots=geometry.slots,
             updates=updates,
+            layers=self._layers.sources(),
             ends=self._ends.sources(),
             resident=self._resident.units,
             poison=poison,
         )
-        largest = max(layer.unit.layout.param_bytes for layer in store.layers)
-        streaming = len(self._resident.units) < len(store.units)
-        self._gradients = GradientRing(device, buffers=geometry.grad_buffers if streaming else 0, buffer_bytes=largest)
+        buffers = geometry.grad_buffers if len(self._resident.units) < len(store.units) else 0
+        self._gradients = GradientRing(device, buffers=buffers, buffer_bytes=self._layers.param_bytes)
         self._activations = self._allocate_activations()
         self._numbers = Numbers(device)
         self._tail = store.tail.unit.index
@@ -76,12 +78,13 @@ class StreamingExecutor:
 
     def _make_ends(self) -> Ends:
         model, store, device, geometry = self._model, self._store, self._device, self._geometry
+        layers = self._layers
         if not geometry.head_slices:
             resident = self._resident.units
-            return WholeEnds(model, store=store, device=device, geometry=geometry, resident=resident)
+            return WholeEnds(model, store=store, device=device, geometry=geometry, layers=layers, resident=resident)
         if geometry.resident:
             raise ValueError("a head in slices needs all units to stream")
-        return SlicedEnds(model, store=store, device=device, geometry=geometry)
+        return SlicedEnds(model, store=store, device=device, geometry=geometry, layers=layers)
 
     def _allocate_activations(self) -> ActivationStore:
         geometry = self._geometry
@@ -104,6 +107,7 @@ class StreamingExecutor:
             resident=self._geometry.resident,
             kept=self._geometry.kept,
             head_slices=self._ends.parts,
+            expert_groups=self._layers.counts,
         )
         plan = plan_step(shape)
         check(plan, shape)
@@ -148,7 +152,7 @@ class StreamingExecutor:
     def close(self) -> None:
         """Give the device's memory back; nothing can run here any more."""
         self._model.unbind_outer()
-        del self._resident, self._ends, self._sums, self._ring, self._gradients, self._activations
+        del self._resident, self._layers, self._ends, self._sums, self._ring, self._gradients, self._activations
 
     def _run(self, plan: Sequence[Op], step: RunningStep) -> None:
         training = any(op.do is Do.BACKWARD for op in plan)
@@ -169,6 +173,12 @@ class StreamingExecutor:
                 self._embed(step, m, training=training)
             case Do.SAVE:
                 self._activations.save((op.unit, m), step.hidden_of(m))
+            case Do.ROUTE:
+                self._layers.route(step, op, self._acquire(step, op.unit), hidden=step.hidden_of(m))
+            case Do.REROUTE:
+                self._reroute(step, op, m)
+            case Do.MIX | Do.UNMIX:
+                self._layers.mix(step, op, self._acquire(step, op.unit, op.part))
             case Do.FORWARD:
                 self._forward(step, op.unit, m, save=training and not self._geometry.load_buffers)
             case Do.KEEP:
@@ -185,6 +195,8 @@ class StreamingExecutor:
                 self._backward(step, op.unit, m)
             case Do.UNEMBED:
                 self._unembed(step, m)
+            case Do.OFFLOAD if op.part is not None and op.unit != self._tail:
+                self._layers.offload(step, op.unit, op.part, gradients=self._gradients)
             case Do.OFFLOAD if op.part is not None:
                 self._ends.offload_part(step, op.part, gradients=self._gradients)
             case Do.OFFLOAD:
@@ -224,7 +236,7 @@ class StreamingExecutor:
 
     def _forward(self, step: RunningStep, unit: int, m: int, *, save: bool = False, keep_graph: bool = False) -> None:
         slot = self._acquire(step, unit)
-        weights, hidden = slot.views(unit, self._store), step.hidden_of(m)
+        weights, hidden = slot.views((unit, None), self._layers.layout(unit)), step.hidden_of(m)
         if save:
             self._activations.save((unit, m), hidden)
         self._device.touch(
@@ -235,6 +247,11 @@ class StreamingExecutor:
         )
         step.hidden[m] = step.passes[m].forward(unit - 1, weights, hidden, keep_graph=keep_graph).contiguous()
         self._activations.computed((unit + 1, m))
+
+    def _reroute(self, step: RunningStep, op: Op, m: int) -> None:
+        key = (op.unit, m)
+        self._layers.route(step, op, self._acquire(step, op.unit), hidden=self._activations.take(key))
+        self._activations.put_back(key)
 
     def _loss(self, step: RunningStep, m: int, *, training: bool) -> None:
         self._acquire(step, self._tail)
@@ -252,7 +269,7 @@ class StreamingExecutor:
 
     def _backward(self, step: RunningStep, unit: int, m: int) -> None:
         slot = self._acquire(step, unit)
-        weights, total = slot.views(unit, self._store), self._sums[unit]
+        layout, total = self._layers.layout(unit), self._sums[unit]
         if m == 0:
             total.open()
         gradient = step.gradient[m]
@@ -261,11 +278,11 @@ class StreamingExecutor:
         kept = unit >= self._tail - self._geometry.kept
         hidden = None if kept else self._activations.take((unit, m))
         step.gradient[m], own = step.passes[m].backward(
-            unit - 1, weights, hidden, gradient, accumulate=self._ends.accumulate
+            unit - 1, slot.views((unit, None), layout), hidden, gradient, accumulate=self._ends.accumulate
         )
         if not kept:
             self._activations.drop((unit, m))
-        for entry, value in zip(self._store.units[unit].unit.layout.params, own, strict=True):
+        for entry, value in zip(layout.params, own, strict=True):
             if value is not None:
                 total.add(entry.name, value)
 
@@ -282,6 +299,7 @@ class StreamingExecutor:
         step.add_norms(unit, self._sums[unit].norms())
         if unit == 0:  # the last one: before its slab, so that loss and norm do not queue behind it on the link
             step.numbers_home = self._numbers.send(step)
+        self._layers.touch(unit, self._sums[unit])
         touched, runs = self._ends.touched(unit), self._ends.runs(unit)
         if unit in self._resident.units:
             self._gradients.keep(runs)

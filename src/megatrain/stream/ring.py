@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from megatrain.host.store import HostStore, HostUnit
+from megatrain.model.layout import FlatLayout
 from megatrain.stream.device import Device, StreamName
-from megatrain.stream.schedule import HEAD_PLACES, Stay
-from megatrain.stream.sources import HostBytes, Source
+from megatrain.stream.schedule import GROUP_PLACES, HEAD_PLACES, Stay
+from megatrain.stream.sources import Source
 
 
 class Updates(Protocol):
@@ -58,21 +59,22 @@ class WeightSlot:
         self.holds: Stay | None = None
         self.loaded = device.event(f"{name}.loaded")
         self.released = device.event(f"{name}.released")
-        self._views: dict[int, dict[str, Tensor]] = {}
+        self._views: dict[Stay, dict[str, Tensor]] = {}
 
     @property
     def in_use(self) -> bool:
         return self.state is SlotState.IN_USE
 
-    def views(self, unit: int, store: HostStore) -> dict[str, Tensor]:
-        """Typed views of the unit's tensors in this block; made once."""
-        if unit not in self._views:
-            self._views[unit] = store.units[unit].unit.layout.views(self.block)
-        return self._views[unit]
+    def views(self, stay: Stay, layout: FlatLayout) -> dict[str, Tensor]:
+        """Typed views of the tensors of a unit, or a part of one, in this block; made once."""
+        if stay not in self._views:
+            self._views[stay] = layout.views(self.block)
+        return self._views[stay]
 
 
 class WeightRing:
-    """`slots` slots shared by the layers that stream; a place for each end that streams, two for parts of the head."""
+    """`slots` slots shared by the layers that stream; a place for each end that streams, two for parts of the head, two
+    for groups of experts."""
 
     def __init__(
         self,
@@ -81,17 +83,18 @@ class WeightRing:
         device: Device,
         slots: int,
         updates: Updates,
+        layers: Mapping[Stay, Source],
         ends: Mapping[Stay, Source],
         resident: Mapping[int, HostUnit],
         poison: bool = False,
     ) -> None:
-        """ends: what fills the places of stem, tail and the head's parts, where they stream."""
+        """layers: what slots and places of groups are filled with. ends: likewise of stem, tail, parts of the head."""
         self._store, self._device, self._updates, self._poison = store, device, updates, poison
-        layers = [x for x in store.layers if x.unit.index not in resident]
-        self._sources: dict[Stay, Source] = {(x.unit.index, None): HostBytes.whole(x) for x in layers}
-        shared = self._slots("slot", slots, self._sources.values())
+        self._sources: dict[Stay, Source] = {stay: x for stay, x in layers.items() if stay[0] not in resident}
+        shared = self._slots("slot", slots, [x for (_, part), x in self._sources.items() if part is None])
+        groups = self._slots("group", GROUP_PLACES, [x for (_, part), x in self._sources.items() if part is not None])
         parts = self._slots("part", HEAD_PLACES, [source for (_, part), source in ends.items() if part is not None])
-        self._candidates = dict.fromkeys(self._sources, shared)
+        self._candidates = {stay: shared if stay[1] is None else groups for stay in self._sources}
         for stay, source in ends.items():
             name = store.units[stay[0]].unit.name
             self._candidates[stay] = [self._slot(name, source.nbytes)] if stay[1] is None else parts
@@ -174,6 +177,7 @@ class WeightRing:
         self._device.wait(slot.released, on=StreamName.FETCH, keeps="no overwrite before release")
         start = 0
         for piece in source.pieces(loaded=slot.loaded):
+            start = start if piece.at is None else piece.at
             stop = start + piece.source.numel()
             target = slot.block[start:stop]
             self._device.copy(target, source=piece.source, on=StreamName.FETCH, reads=piece.reads, writes=slot.name)

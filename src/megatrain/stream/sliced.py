@@ -27,6 +27,7 @@ from megatrain.model.batch import MicroBatch
 from megatrain.model.layout import ALIGN_ELEMS, Entry
 from megatrain.model.sliced_tail import HeadSlice, SliceGradient
 from megatrain.stream.device import Device, Event
+from megatrain.stream.experts import LayerParts
 from megatrain.stream.grads import GradientRing, GradientSum, Run, slab_run
 from megatrain.stream.ring import WeightRing, WeightSlot
 from megatrain.stream.rows import ROWS_ON_HOST, EmbeddingRows
@@ -69,7 +70,9 @@ class _Flats:
 class SlicedEnds:
     """The embedding as rows, the head in `parts` slices."""
 
-    def __init__(self, model: StreamedModel, *, store: HostStore, device: Device, geometry: Geometry) -> None:
+    def __init__(
+        self, model: StreamedModel, *, store: HostStore, device: Device, geometry: Geometry, layers: LayerParts
+    ) -> None:
         """Takes sums and row block. Raises ValueError where the model has no such head."""
         slicing = model.slicing
         if slicing is None:
@@ -90,27 +93,28 @@ class SlicedEnds:
         self._rows = EmbeddingRows(store.stem, name=entry.name, block=block, device=device, filled_by_others=self._tied)
         self._places: Tensor | None = None  # tied: where in its slice each row is, int64 [most rows], on the device
         self._stem_rest = store.stem.unit.layout.without(entry.name)
-        self._tail_rest = store.tail.unit.layout.without(None if self._tied else self._head.name)
+        in_tail = () if self._tied else (self._head.name,)
+        self._tail_rest = store.tail.unit.layout.without(*in_tail)
+        self._tail_bytes = store.tail.unit.layout.around(*in_tail)
         self._slices: BoundSlices | None = None
-        self._allocate_sums()
+        self._allocate_sums(layers)
 
-    def _allocate_sums(self) -> None:
+    def _allocate_sums(self, layers: LayerParts) -> None:
         store, height, width, rows = self._store, self._height, self._head.shape[1], self._rows.entry
         slice_elems = _aligned(height * width)
         row_elems = _aligned(self._rows.capacity * rows.shape[1])
-        flats = self._flats(slice_elems + self._tail_rest.elems, row_elems + self._stem_rest.elems)
+        flats = self._flats(layers.elems, slice_elems + self._tail_rest.elems, row_elems + self._stem_rest.elems)
         self._slice_sum = flats.tail[: height * width].view(height, width)
         tail = flats.tail[slice_elems : slice_elems + self._tail_rest.elems]
         stem = flats.stem[: row_elems + self._stem_rest.elems]
         row_sums = stem[: self._rows.capacity * rows.shape[1]].view(-1, rows.shape[1])
         stem_views = self._stem_rest.elem_views(stem[row_elems:]) | {rows.name: row_sums}
-        self.sums = {x.unit.index: GradientSum.of(x, flat=flats.layer) for x in store.layers}
+        self.sums = layers.sums(flats.layer)
         self.sums[0] = GradientSum(flat=stem, views=stem_views, runs=self._rest_runs(store.stem, stem_views))
         tail_views = self._tail_rest.elem_views(tail)
         self.sums[self._tail] = GradientSum(flat=tail, views=tail_views, runs=self._rest_runs(store.tail, tail_views))
 
-    def _flats(self, tail_elems: int, stem_elems: int) -> _Flats:
-        layer_elems = max(x.unit.layout.elems for x in self._store.layers)
+    def _flats(self, layer_elems: int, tail_elems: int, stem_elems: int) -> _Flats:
         apart = self._model.anatomy.stem_shared  # the rows' sum then lives from the loss to the end
         one = self._device.buffer(max(layer_elems, tail_elems, 0 if apart else stem_elems), dtype=torch.float32)
         return _Flats(one, one, self._device.buffer(stem_elems, dtype=torch.float32) if apart else one)
@@ -131,7 +135,7 @@ class SlicedEnds:
         capacity = self._rows.capacity * self._rows.entry.nbytes // self._rows.entry.shape[0]
         found: dict[Stay, Source] = {
             (0, None): _StemSource(self._store.stem, rows=self._rows, capacity_bytes=capacity),
-            (self._tail, None): HostBytes(tail, tail.unit.layout.around(None if self._tied else self._head.name)),
+            (self._tail, None): HostBytes(tail, self._tail_bytes),
         }
         for part, span in enumerate(self._spans):
             found[self._tail, part] = HostBytes(self._owner, [self._head.rows(span.start, span.stop)])

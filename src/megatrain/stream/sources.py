@@ -18,10 +18,11 @@ class Piece:
 
     source: Tensor
     reads: str
+    at: int | None = None  # byte of the place where it begins; None: behind the piece before
 
 
 class Source(Protocol):
-    """Pieces that lie one behind the other in the place. `unit`: whose update must be done before they are read."""
+    """Pieces of what a place is filled with. `unit`: whose update must be done before they are read."""
 
     @property
     def unit(self) -> int: ...

@@ -22,6 +22,7 @@ class Geometry:
     kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
     head_slices: int = 0  # the head's weight comes in so many slices, the embedding as rows; 0: both come whole
     embedding_rows: int = 0  # with slices: the most distinct tokens of a step
+    expert_groups: int = 0  # the experts of a layer come in at most so many groups; 0: with their layer
 
 
 def slice_rows(rows: int, *, slices: int) -> int:

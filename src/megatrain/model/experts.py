@@ -1,0 +1,153 @@
+"""Experts of a mixture in groups: which layers can have them so, and how one group is run.
+
+transformers keeps the experts of a layer fused, one row per expert in every parameter of one module, and that module's
+forward knows tokens that are none of its experts' (for expert parallelism). So Hugging Face's own code computes what a
+contiguous range of experts adds to each token: it is given those rows, and the choices of experts counted from there.
+
+Letters: T tokens, D their width, K experts that a token chooses, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.errors import ModelError
+from megatrain.model.anatomy_of import LayerParts
+from megatrain.model.layout import FlatLayout, TensorSpec
+from megatrain.model.sites import Sites
+
+Answer = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From hidden states [T, D], choices [T, K] and their weights [T, K] to [T, D]."""
+
+
+class NotGroupable(ModelError):
+    """The experts of a layer can only come whole; the message says why."""
+
+
+class ExpertCall:
+    """Stands for the forward of a layer's experts: `answer` gets what they are called with."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._signature = inspect.signature(type(module).forward)
+        self._answer: Answer | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden, chosen, weights = list(self._signature.bind(self._module, *args, **kwargs).arguments.values())[1:]
+        if self._answer is None:
+            raise RuntimeError("the experts of this layer come in groups, and nobody runs them")
+        return self._answer(hidden, chosen, weights)
+
+    @contextmanager
+    def answering(self, answer: Answer) -> Iterator[None]:
+        """Within it the module's forward is `answer`."""
+        self._module.forward = self
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = None
+            del self._module.forward
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one layer."""
+
+    module: nn.Module
+    names: tuple[str, ...]  # parameters of the layer, as its unit names them: [E, ...] each
+    sites: Sites  # of those
+    count: int  # E
+    call: ExpertCall
+
+    def run(
+        self, tensors: Mapping[str, Tensor], span: slice, hidden: Tensor, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        """What the experts of `span` add to every token: [T, D] in the dtype of `hidden`.
+
+        tensors: those experts' rows of every parameter. Other inputs as Hugging Face's router gives them.
+        """
+        module: Any = self.module
+        inside = (chosen >= span.start) & (chosen < span.stop)
+        mine = torch.where(inside, chosen - span.start, span.stop - span.start)
+        share = torch.where(inside, weights, torch.zeros_like(weights))
+        self.sites.put(tensors)
+        module.num_experts, module._is_expert_parallel = span.stop - span.start, True
+        try:
+            out: Tensor = type(module).forward(module, hidden, mine, share)
+        finally:
+            self.sites.clear()
+            module.num_experts, module._is_expert_parallel = self.count, False
+        return out
+
+
+def find_experts(layer: nn.Module, *, parts: LayerParts) -> Experts | None:
+    """The fused experts of `layer`; None if it has none. Raises NotGroupable for others."""
+    found = [(path, module) for path, module in layer.named_modules() if hasattr(module, "_is_expert_parallel")]
+    if not found:
+        _refuse_unknown(layer)
+        return None
+    if len(found) > 1:
+        raise NotGroupable(f"{type(layer).__name__} has experts in {len(found)} places")
+    path, module = found[0]
+    kind, count = type(module).__name__, getattr(module, "num_experts", None)
+    names = tuple(f"{path}.{name}" for name, _ in module.named_parameters())
+    if not isinstance(count, int) or count < 2:
+        raise NotGroupable(f"{kind} does not say how many experts it has")
+    if any(name not in parts.tensors for name in names):
+        raise NotGroupable(f"{kind} shares parameters with other layers")
+    if any(parts.tensors[name].shape[:1] != (count,) for name in names) or list(module.buffers()):
+        raise NotGroupable(f"{kind} holds tensors that are not divided by expert")
+    return Experts(module, names, parts.sites.only(names), count, ExpertCall(module))
+
+
+def _refuse_unknown(layer: nn.Module) -> None:
+    """Raise for stacks of matrices in a module named for experts that is none of transformers' fused kind."""
+    for module in layer.modules():
+        stacked = [p for p in module.parameters(recurse=False) if p.ndim == 3]
+        if stacked and "expert" in type(module).__name__.lower():
+            raise NotGroupable(f"{type(module).__name__} is none of the fused experts of transformers")
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """One layer's experts in groups: what is in which."""
+
+    experts: Experts
+    rest: FlatLayout  # of the layer without its experts
+    spans: tuple[slice, ...]  # the experts of each group
+    layouts: tuple[FlatLayout, ...]  # of each group's parameters
+
+    @classmethod
+    def of(cls, experts: Experts, *, layout: FlatLayout, count: int) -> ExpertGroups:
+        """At most `count` groups of the experts in a layer that has `layout`."""
+        height = -(-experts.count // count)
+        spans = tuple(slice(at, min(at + height, experts.count)) for at in range(0, experts.count, height))
+        entries = [entry for entry in layout.params if entry.name in experts.names]
+        layouts = tuple(
+            FlatLayout.of(TensorSpec(e.name, (s.stop - s.start, *e.shape[1:]), e.dtype, True) for e in entries)
+            for s in spans
+        )
+        return cls(experts, layout.without(*experts.names), spans, layouts)
+
+
+def find_all(layers: Sequence[nn.Module], *, parts: Sequence[LayerParts]) -> tuple[Experts | None, ...]:
+    """Per layer its experts. Raises NotGroupable, also where layers' experts differ in shape or none has any."""
+    found = tuple(find_experts(layer, parts=part) for layer, part in zip(layers, parts, strict=True))
+    shapes = {
+        tuple((part.tensors[name].shape, part.tensors[name].dtype) for name in one.names)
+        for one, part in zip(found, parts, strict=True)
+        if one is not None
+    }
+    if not shapes:
+        raise NotGroupable("no layer has experts")
+    if len(shapes) > 1:
+        raise NotGroupable("layers have experts of different shapes")
+    return found
