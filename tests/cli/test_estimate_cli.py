@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ from megatrain.recipe import load_recipe
 from megatrain.train import machine
 from megatrain.train.build import plan_run
 from megatrain.train.model_config import read_config
+from megatrain.train.structure import collector_paused
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -32,6 +34,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "dtype": "float32",
 }
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 PARTS = ("host", "device", "disk")
 
 
@@ -193,6 +196,30 @@ def test_known_sizes_need_no_torch(folder: Path, capsys: pytest.CaptureFixture[s
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=True, cwd=tmp_path, timeout=120)
     assert done.stderr.splitlines()[-1] == "0 False False"
     assert json.loads(done.stdout)["device"] == before["device"]
+
+
+@pytest.mark.parametrize("shape", ["smollm2-135m", "qwen2.5-7b"])
+def test_known_sizes_give_the_same_answer(
+    shape: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "disk_free", lambda path: 1 << 40)  # others write on the disk meanwhile
+    described = {"vram": "24GiB", "host": "128GiB", "cores": 16}
+    read = estimated(capsys, SHAPES / shape, **described)
+    assert len(list((cache_folder() / "sizes").iterdir())) == 1
+    assert estimated(capsys, SHAPES / shape, **described) == read
+
+
+def test_the_collector_works_again_after_a_structure_was_read() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
