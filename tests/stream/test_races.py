@@ -37,6 +37,8 @@ class Case:
     kept: int = 0
     slices: int = 0
     skips: bool = False  # the first step's update is left out, as for a step that is not finite
+    experts: int = 0  # of every layer but the first of several
+    groups: int = 0  # in which they come; 0: with their layer
 
 
 def cases(*, layers: tuple[int, ...], micro_batches: tuple[int, ...], loads: tuple[int, ...]) -> list[Case]:
@@ -56,13 +58,19 @@ SLICED = [
         (1, 2), (1, 2), (0, 2), (False, True), (False, True), (2, 4), (False, True)
     )
 ]
+GROUPED = [
+    Case(layers, micro_batches, slots, grad_buffers, loads, False, behind, 0, 0, slices, skips, 5, groups)
+    for layers, micro_batches, slots, grad_buffers, loads, behind, slices, skips, groups in itertools.product(
+        (1, 3), (1, 2), (2, 3), (1, 2), (0, 2), (False, True), (0, 3), (False, True), (1, 2, 5)
+    )
+]
 ALL = cases(layers=(1, 2, 3, 5), micro_batches=(1, 2, 3), loads=(0, 1, 2))
 
 
 def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[float], torch.Tensor]:
     """Two steps with optimizer, each evaluated; the device, the losses, and all weights at the end."""
     device = TimelineDevice(skip=skip)
-    model = ToyModel(case.layers, tied=case.tied)
+    model = ToyModel(case.layers, tied=case.tied, experts=case.experts)
     rows = case.layers * case.micro_batches * footprint(INPUT_BYTES, pinned=True) + footprint(V * D * 4, pinned=True)
     store = HostStore.allocate(model.anatomy, pin=False, threads=1, extra_pinned_bytes=rows)
     for host in store.units:
@@ -89,6 +97,7 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
         kept=case.kept,
         head_slices=case.slices,
         embedding_rows=V if case.slices else 0,
+        expert_groups=case.groups,
     )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=updates, poison=True)
     losses = []
@@ -146,6 +155,19 @@ def test_no_race_where_the_head_is_sliced(chosen: list[Case]) -> None:
         assert [wait for wait in device.waits if wait.keeps.startswith("no gather")], case
 
 
+@pytest.mark.parametrize("chosen", [GROUPED[::29], pytest.param(GROUPED, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_no_race_where_experts_come_in_groups(chosen: list[Case]) -> None:
+    for case in chosen:
+        device, losses, weights = run(case)
+        _, expected, expected_weights = run(replace(case, groups=0, slices=0))
+        assert losses == pytest.approx(expected, rel=1e-5), case
+        assert torch.allclose(
+            weights.view(torch.float32), expected_weights.view(torch.float32), rtol=1e-4, atol=1e-5
+        ), case
+        fetched = [what for what in device.order if what.endswith(("-> group0", "-> group1"))]
+        assert len(fetched) >= 2 * min(2, case.groups), case
+
+
 def _races(case: Case, *, skip: int) -> bool:
     try:
         run(case, skip=skip)
@@ -201,6 +223,8 @@ def test_every_wait_matters(record_property: Callable[[str, object], None]) -> N
         Case(4, 2, 2, 1, 0, False, True, resident=2, kept=2),
         Case(2, 2, 2, 1, 0, False, False, slices=4),
         Case(2, 1, 2, 2, 0, True, True, slices=4, skips=True),
+        Case(2, 2, 2, 1, 2, False, False, experts=5, groups=5),
+        Case(2, 1, 2, 2, 0, False, True, slices=2, experts=4, groups=3),
     ]
     counts = _mutate(chosen, record_property)
     assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS | OF_ROWS
@@ -208,6 +232,6 @@ def test_every_wait_matters(record_property: Callable[[str, object], None]) -> N
 
 @pytest.mark.slow
 def test_every_wait_of_every_shape(record_property: Callable[[str, object], None]) -> None:
-    counts = _mutate([c for c in ALL if c.layers < 5] + SLICED, record_property)
+    counts = _mutate([c for c in ALL if c.layers < 5] + SLICED + GROUPED[::41], record_property)
     assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS | OF_ROWS
     assert sum(counts.values()) > 10_000

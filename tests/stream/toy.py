@@ -1,7 +1,8 @@
 """A model small enough to see through, with the interface that the executor uses.
 
-embedding [V, D] (stem), L layers y = x + x * w (w: [D]), head [V, D] (tail, or the embedding when tied).
-Letters: V vocabulary, D hidden size, B rows, S positions.
+embedding [V, D] (stem), L layers y = x + x * w (w: [D]), head [V, D] (tail, or the embedding when tied). With experts
+a layer is y = x + x * w + x * (sum of e) with e: [E, D], and in front of it may stand one without.
+Letters: V vocabulary, D hidden size, B rows, S positions, E experts.
 """
 
 from __future__ import annotations
@@ -20,15 +21,50 @@ from megatrain.model.sliced_tail import HeadSlice, SliceableHead, SlicedTail
 V, D, B, S = 11, 4, 2, 5
 
 
-def toy_anatomy(layers: int, *, tied: bool, dtype: torch.dtype = torch.float32) -> Anatomy:
+def toy_anatomy(layers: int, *, tied: bool, experts: int = 0, dtype: torch.dtype = torch.float32) -> Anatomy:
+    """With experts, all layers but the first of several have some."""
+
     def unit(index: int, name: str, *specs: tuple[str, tuple[int, ...]]) -> Unit:
         layout = FlatLayout.of(TensorSpec(n, shape, dtype, True) for n, shape in specs)
         return Unit(index, name, layout, {n: (n,) for n, _ in specs}, frozenset())
 
     stem = unit(0, "stem", ("embed", (V, D)))
-    middle = tuple(unit(i + 1, f"layer {i}", ("w", (D,))) for i in range(layers))
+    own = [
+        [("w", (D,)), *([("e", (experts, D))] if experts and i >= min(1, layers - 1) else [])] for i in range(layers)
+    ]
+    middle = tuple(unit(i + 1, f"layer {i}", *specs) for i, specs in enumerate(own))
     tail = unit(layers + 1, "tail", ("norm", (D,)), *([] if tied else [("head", (V, D))]))
     return Anatomy(stem, middle, tail, (0,) * layers, tied, False)
+
+
+@dataclass(frozen=True)
+class ToyExperts:
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ToyGroups:
+    """What the executor asks of model/experts.py."""
+
+    experts: ToyExperts
+    rest: FlatLayout
+    spans: tuple[slice, ...]
+    layouts: tuple[FlatLayout, ...]
+
+    @classmethod
+    def of(cls, layout: FlatLayout, *, count: int) -> ToyGroups:
+        entry = layout.entry("e")
+        height = -(-entry.shape[0] // count)
+        spans = [slice(at, min(at + height, entry.shape[0])) for at in range(0, entry.shape[0], height)]
+        parts = [FlatLayout.of([TensorSpec("e", (s.stop - s.start, D), entry.dtype, True)]) for s in spans]
+        return cls(ToyExperts(("e",)), layout.without("e"), tuple(spans), tuple(parts))
+
+
+@dataclass
+class ToyRouted:
+    hidden: Tensor
+    slope: Tensor | None = None
+    sum: Tensor | None = None  # forward: of what groups give; backward: of the gradients of `hidden`
 
 
 @dataclass(frozen=True)
@@ -75,19 +111,49 @@ class ToyPass:
             ids = batch.input_ids if model.slices is None else model.slices.table[batch.input_ids]
             self._graph = model.stem["embed"][ids]
         self.hidden = self._graph.detach()
-        self._kept: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._kept: dict[int, tuple[Tensor, list[Tensor], Tensor]] = {}
+        self._routed: dict[int, ToyRouted] = {}
+
+    def route(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> None:
+        assert set(weights) == {"w"}
+        self._routed[layer] = ToyRouted(hidden)
+
+    def reroute(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, grad: Tensor) -> None:
+        assert set(weights) == {"w"}
+        self._routed[layer] = ToyRouted(hidden.clone(), grad)
+
+    def mix(self, layer: int, group: int, tensors: Mapping[str, Tensor]) -> None:
+        routed = self._routed[layer]
+        given = routed.hidden * tensors["e"].sum(0)
+        routed.sum = given if routed.sum is None else routed.sum + given
+
+    def unmix(self, layer: int, group: int, tensors: Mapping[str, Tensor]) -> tuple[Tensor]:
+        routed = self._routed[layer]
+        assert routed.slope is not None
+        back = routed.slope * tensors["e"].sum(0)
+        routed.sum = back if routed.sum is None else routed.sum + back
+        return ((routed.hidden * routed.slope).flatten(0, 1).sum(0).expand(tensors["e"].shape),)
 
     def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, *, keep_graph: bool = False) -> Tensor:
         if keep_graph:
             self._kept[layer] = self._with_graph(weights, hidden)
             return self._kept[layer][2].detach()
-        return hidden + hidden * weights["w"]
+        if layer in self._routed:
+            given = self._routed.pop(layer).sum
+            assert given is not None
+            return hidden + hidden * weights["w"] + given
+        return self._layer(hidden, weights)
 
     @staticmethod
-    def _with_graph(weights: Mapping[str, Tensor], hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, w = hidden.detach().requires_grad_(), weights["w"].detach().requires_grad_()
+    def _layer(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        y = x + x * weights["w"]
+        return y + x * weights["e"].sum(0) if "e" in weights else y
+
+    @classmethod
+    def _with_graph(cls, weights: Mapping[str, Tensor], hidden: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        x, own = hidden.detach().requires_grad_(), {n: w.detach().requires_grad_() for n, w in weights.items()}
         with torch.enable_grad():
-            return x, w, x + x * w
+            return x, list(own.values()), cls._layer(x, own)
 
     def backward(
         self,
@@ -99,12 +165,16 @@ class ToyPass:
         accumulate: Callable[[str, Tensor], None],
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         if layer in self._kept:
-            x, w, y = self._kept.pop(layer)
+            x, own, y = self._kept.pop(layer)
         else:
             assert hidden is not None
-            x, w, y = self._with_graph(weights, hidden)
-        gx, gw = torch.autograd.grad(y, (x, w), grad)
-        return gx, (gw,)
+            x, own, y = self._with_graph(weights, hidden)
+        gx, *found = torch.autograd.grad(y, (x, *own), grad)
+        if layer in self._routed:
+            of_experts = self._routed.pop(layer).sum
+            assert of_experts is not None
+            gx = gx + of_experts
+        return gx, tuple(found)
 
     def tail(
         self, hidden: Tensor, *, denominator: int, chunk: int, grad: bool, accumulate: Callable[[str, Tensor], None]
@@ -141,8 +211,8 @@ class ToyPass:
 
 
 class ToyModel:
-    def __init__(self, layers: int, *, tied: bool) -> None:
-        self.anatomy = toy_anatomy(layers, tied=tied)
+    def __init__(self, layers: int, *, tied: bool, experts: int = 0) -> None:
+        self.anatomy = toy_anatomy(layers, tied=tied, experts=experts)
         head = ToyMatrix("embed" if tied else "head", V)
         self.slicing = ToySlicing(head, ToyMatrix("embed", V), tied)
         self.slices: ToySlices | None = None
@@ -154,9 +224,9 @@ class ToyModel:
         self.stem = {n: t.detach().requires_grad_() for n, t in stem.items()}
         self.tail = dict(tail)
 
-    def divide_experts(self, count: int) -> tuple[None, ...]:
-        assert not count
-        return (None,) * len(self.anatomy.layers)
+    def divide_experts(self, count: int) -> tuple[ToyGroups | None, ...]:
+        layouts = [unit.layout for unit in self.anatomy.layers]
+        return tuple(ToyGroups.of(x, count=count) if count and len(x.params) > 1 else None for x in layouts)
 
     def bind_sliced(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor], rows: Tensor) -> ToySlices:
         self.bind_outer(stem={**stem, "embed": rows}, tail=tail)

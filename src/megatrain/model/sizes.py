@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from megatrain.model.anatomy import Anatomy, Unit
+from megatrain.model.grouping import Grouping
 from megatrain.model.layout import Entry
-from megatrain.model.sizes_types import ModelSizes, SliceSizes, UnitSizes
+from megatrain.model.sizes_types import ExpertSizes, ModelSizes, SliceSizes, UnitSizes
 from megatrain.model.skeleton import ModelSpec
 from megatrain.model.slicing import Slicing
 
@@ -24,6 +25,7 @@ def model_sizes(
     hidden_shape: tuple[int, ...],
     saved_bytes_per_token: int,
     slicing: Slicing | None,
+    grouping: Grouping | None,
 ) -> ModelSizes:
     """hidden_shape: of one token, [1, 1, D] or [A, 1, 1, D]; saved_bytes_per_token: see rehearsal.py."""
     entries = [e for unit in anatomy.units for e in unit.layout.entries]
@@ -42,6 +44,22 @@ def model_sizes(
         saved_bytes_per_token=saved_bytes_per_token,
         config_hash=_hash(spec),
         slicing=None if slicing is None else _slices(slicing, anatomy=anatomy),
+        experts=None if grouping is None else _groupable(grouping, anatomy=anatomy, chosen=chosen),
+    )
+
+
+def _groupable(grouping: Grouping, *, anatomy: Anatomy, chosen: int) -> ExpertSizes:
+    pairs = list(zip(grouping.layers, anatomy.layers, strict=True))
+    first, layer = next((experts, unit) for experts, unit in pairs if experts is not None)
+    entries = [entry for entry in layer.layout.params if entry.name in first.names]
+    return ExpertSizes(
+        count=first.count,
+        chosen=chosen,
+        elems=tuple(e.numel // first.count for e in entries),
+        itemsizes=tuple(e.dtype.itemsize for e in entries),
+        rest=tuple(_unit(unit, without=experts.names if experts is not None else ()) for experts, unit in pairs),
+        rest_bytes_per_token=grouping.rest_bytes_per_token,
+        expert_bytes_per_token=grouping.expert_bytes_per_token,
     )
 
 
@@ -56,8 +74,8 @@ def _slices(slicing: Slicing, *, anatomy: Anatomy) -> SliceSizes:
     )
 
 
-def _unit(unit: Unit) -> UnitSizes:
-    layout = unit.layout
+def _unit(unit: Unit, *, without: tuple[str, ...] = ()) -> UnitSizes:
+    layout = unit.layout.without(*without) if without else unit.layout
     return UnitSizes(
         name=unit.name,
         elems=layout.elems,

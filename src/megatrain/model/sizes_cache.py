@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatrain.model.sizes_types import ModelFacts, ModelSizes, SliceSizes, UnitSizes
+from megatrain.model.sizes_types import ExpertSizes, ModelFacts, ModelSizes, SliceSizes, UnitSizes
 from megatrain.model.user_cache import keep, read_kept
 
 
@@ -46,7 +46,8 @@ def find_facts(key: SizesKey) -> ModelFacts | None:
         layers = tuple(_unit(values) for values in sizes["layers"])
         ends = {"stem": _unit(sizes["stem"]), "tail": _unit(sizes["tail"])}
         slicing = None if sizes["slicing"] is None else SliceSizes(**sizes["slicing"])
-        known = ModelSizes(**{**sizes, **ends, "layers": layers, "slicing": slicing})
+        experts = None if sizes["experts"] is None else _experts(sizes["experts"])
+        known = ModelSizes(**{**sizes, **ends, "layers": layers, "slicing": slicing, "experts": experts})
         facts = ModelFacts(**{**found, "sizes": known})
     except (KeyError, TypeError):
         return None
@@ -62,14 +63,24 @@ def _unit(values: Any) -> UnitSizes:
     return UnitSizes(**values)
 
 
+def _experts(values: Any) -> ExpertSizes:
+    lists = {key: tuple(values[key]) for key in ("elems", "itemsizes")}
+    return ExpertSizes(**{**values, **lists, "rest": tuple(_unit(unit) for unit in values["rest"])})
+
+
 def _whole(facts: ModelFacts) -> bool:
     """Whether every number is one: JSON of the right shape may hold anything."""
     sizes = facts.sizes
-    units = (sizes.stem, *sizes.layers, sizes.tail)
+    experts = sizes.experts
+    units = (sizes.stem, *sizes.layers, sizes.tail, *(experts.rest if experts else ()))
     numbers = [v for u in units for k, v in asdict(u).items() if k != "name"]
-    others = ("stem", "layers", "tail", "config_hash", "slicing")
+    others = ("stem", "layers", "tail", "config_hash", "slicing", "experts", "rest", "elems", "itemsizes")
     numbers += [v for k, v in asdict(sizes).items() if k not in others]
     numbers += [] if sizes.slicing is None else asdict(sizes.slicing).values()
+    if experts:
+        numbers += [*(v for k, v in asdict(experts).items() if k not in others), *experts.elems, *experts.itemsizes]
+        if len(experts.rest) != len(sizes.layers) or not len(experts.elems) == len(experts.itemsizes) > 0:
+            return False
     return bool(sizes.layers) and all(type(n) is int and n >= 0 for n in numbers)
 
 

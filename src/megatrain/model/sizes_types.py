@@ -30,6 +30,19 @@ class SliceSizes:
 
 
 @dataclass(frozen=True)
+class ExpertSizes:
+    """Of a model whose layers' experts can come in groups (model/grouping.py)."""
+
+    count: int  # experts of a layer that has some
+    chosen: int  # of them, by a token
+    elems: tuple[int, ...]  # of one expert, by parameter
+    itemsizes: tuple[int, ...]  # bytes per element of each, as streamed
+    rest: tuple[UnitSizes, ...]  # every layer without its experts
+    rest_bytes_per_token: int  # what autograd keeps for the backward of the hungriest layer without its experts
+    expert_bytes_per_token: int  # and for that of a layer's experts alone
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """`saved_bytes_per_token`: what autograd keeps for the backward of the hungriest layer, weights excluded.
 
@@ -48,6 +61,7 @@ class ModelSizes:
     saved_bytes_per_token: int
     config_hash: str
     slicing: SliceSizes | None = None  # None: head and embedding can only come whole
+    experts: ExpertSizes | None = None  # None: there are none, or they can only come with their layer
 
 
 @dataclass(frozen=True)

@@ -352,6 +352,7 @@ class StreamedModel:
             hidden_shape=self._trial.hidden_shape,
             saved_bytes_per_token=self._trial.saved_bytes_per_token,
             slicing=self.slicing,
+            grouping=self.grouping if isinstance(self.grouping, Grouping) else None,
         )
 
     @property

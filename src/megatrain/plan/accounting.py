@@ -12,6 +12,7 @@ from typing import Any
 
 from megatrain.host.pages import BORDER, footprint
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
+from megatrain.plan.experts import GroupedExperts
 from megatrain.plan.hardware import Limit
 from megatrain.plan.slices import SlicedEnds
 
@@ -63,6 +64,7 @@ class MemoryPlan:
     kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
     head_slices: int = 0  # the head comes in so many slices, and the embedding as rows; 0: both whole
     embedding_rows: int = 0  # with slices: the most distinct tokens of a step
+    expert_groups: int = 0  # a layer's experts come in at most so many groups; 0: with their layer
 
     @property
     def device_total(self) -> int:
@@ -184,23 +186,28 @@ def _waiting_rows(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
 def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
     sizes = terms.sizes
     outer = (sizes.stem.elems, sizes.tail.elems)
-    streamed = sizes.layers[max(0, chosen.resident - 1) :]
+    experts = grouped_experts(chosen, sizes=sizes)
+    streamed = experts.layers if experts else sizes.layers[max(0, chosen.resident - 1) :]
     slot = max((u.streamed_bytes for u in streamed), default=0)
-    layer = largest(sizes.layers)
+    layer_elems, layer_bytes = _largest_gradient(chosen, sizes=sizes)
     ends = sliced_ends(chosen, sizes=sizes)
     weights = sizes.stem.streamed_bytes + sizes.tail.streamed_bytes
-    sums = 4 * (layer.elems + (sum(outer) if terms.stem_shared else max(outer)))
+    sums = 4 * (layer_elems + (sum(outer) if terms.stem_shared else max(outer)))
     table = {
         "weight slots": chosen.slots * slot,
         "stem and tail": ends.weights if ends else weights,
-        "fp32 gradient sums": ends.sums(layer_elems=layer.elems, stem_shared=terms.stem_shared) if ends else sums,
-        "gradient buffers": chosen.grad_buffers * layer.param_bytes,
+        "fp32 gradient sums": ends.sums(layer_elems=layer_elems, stem_shared=terms.stem_shared) if ends else sums,
+        "gradient buffers": chosen.grad_buffers * layer_bytes,
         "hidden states": 2 * chosen.micro_batches * chosen.input_bytes,
         "activations": _device_inputs(chosen, sizes=sizes),
         "one layer's backward or the head": _transient_bytes(chosen, terms=terms),
     }
     if ends:
         table["slices of the head"] = ends.places + ends.tables
+    if experts:
+        tokens = chosen.micro_batches * chosen.micro_batch * chosen.seq_len
+        table["groups of experts"] = experts.places
+        table["what the experts are called with"] = experts.waiting_bytes(step_tokens=tokens)
     if chosen.resident:
         table["resident units"] = _resident_bytes(chosen, terms=terms)
     if chosen.kept:
@@ -230,6 +237,22 @@ def sliced_ends(chosen: MemoryPlan, *, sizes: ModelSizes) -> SlicedEnds | None:
     return SlicedEnds(sizes, sizes.slicing, chosen.head_slices, chosen.embedding_rows)
 
 
+def grouped_experts(chosen: MemoryPlan, *, sizes: ModelSizes) -> GroupedExperts | None:
+    """What experts in groups take; None where they come with their layer."""
+    if not chosen.expert_groups or sizes.experts is None:
+        return None
+    return GroupedExperts(sizes, sizes.experts, chosen.expert_groups)
+
+
+def _largest_gradient(chosen: MemoryPlan, *, sizes: ModelSizes) -> tuple[int, int]:
+    """(elements, bytes as streamed) of the largest that is summed and goes home at once: a layer, or a group."""
+    experts = grouped_experts(chosen, sizes=sizes)
+    layer = largest(experts.layers if experts else sizes.layers)
+    if experts is None:
+        return layer.elems, layer.param_bytes
+    return max(layer.elems, experts.group_elems), max(layer.param_bytes, experts.group_bytes)
+
+
 def _transient_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
     """A layer's recompute, the head's logits and the embedding's gradient never exist at the same time."""
     sizes = terms.sizes
@@ -252,7 +275,14 @@ def _logit_bytes(sizes: ModelSizes) -> int:
 
 
 def _backward_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
-    saved = terms.sizes.saved_bytes_per_token * chosen.micro_batch * chosen.seq_len
+    tokens = chosen.micro_batch * chosen.seq_len
+    experts = grouped_experts(chosen, sizes=terms.sizes)
+    if experts is not None:  # one after the other; such a layer is not compiled
+        layer = experts.known.rest_bytes_per_token * tokens
+        group = experts.known.expert_bytes_per_token * tokens
+        own = largest(experts.layers).param_bytes
+        return max(int(RECOMPUTE_FACTOR * layer) + own, int(RECOMPUTE_FACTOR * group) + experts.group_bytes)
+    saved = terms.sizes.saved_bytes_per_token * tokens
     factor = COMPILED_FACTOR if terms.compiled else RECOMPUTE_FACTOR
     return int(factor * saved) + largest(terms.sizes.layers).param_bytes
 

@@ -22,24 +22,58 @@ def attempt(job: Job) -> MemoryPlan:
     """The best plan that fits; if none does, the smallest (`fits` is then False).
 
     The head is cut into slices only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS can so be
-    made twice as large: slices cost a second product with the head. A resumed run stays as it was.
+    made twice as large: slices cost a second product with the head. Experts come in groups only where nothing fits
+    otherwise, in as few as do: every group passes over all tokens. A resumed run stays as it was.
     """
-    chosen = _first(job, slices=_resumed_slices(job))
+    chosen = _sliced(job, groups=_resumed_groups(job))
+    for groups in _group_counts(job):
+        if chosen.fits or _host_is_short(chosen):
+            break
+        chosen = _sliced(job, groups=groups)
+    return spend(chosen, job=job) if chosen.fits else smallest(job)
+
+
+def _sliced(job: Job, *, groups: int) -> MemoryPlan:
+    """The best plan with so many groups of experts, with as many slices of the head as it takes."""
+    chosen = _first(job, slices=_resumed_slices(job), groups=groups)
     tokens = min(WORTH_TOKENS, job.batch_size * job.seq_len)
     for slices in HEAD_SLICES if _may_slice(job) and not job.resumed else ():
         if chosen.fits and chosen.micro_batch * job.seq_len >= tokens:
             break
-        other = _first(job, slices=slices)
+        other = _first(job, slices=slices, groups=groups)
         if other.fits and (not chosen.fits or other.micro_batch >= 2 * chosen.micro_batch):
             chosen = other
-    return spend(chosen, job=job) if chosen.fits else smallest(job)
+    return chosen
 
 
 def smallest(job: Job) -> MemoryPlan:
     """The plan that takes least, whether it fits or not."""
     slices = HEAD_SLICES[-1] if _may_slice(job) and not job.resumed else _resumed_slices(job)
-    *_, last = cuts(job, slices=slices)
-    return last
+    few, *_, many = (_resumed_groups(job), *_group_counts(job), max((0, *_group_counts(job))))
+    lasts = [list(cuts(job, slices=slices, groups=groups))[-1] for groups in dict.fromkeys((few, many))]
+    return min(lasts, key=lambda plan: plan.device_total)
+
+
+def _host_is_short(chosen: MemoryPlan) -> bool:
+    """Whether it would be with the activations on the device as well."""
+    return chosen.host_total - chosen.host.get("activations", 0) > chosen.host_limit.bytes
+
+
+def _resumed_groups(job: Job) -> int:
+    """Those of the run that goes on: they decide rounding."""
+    return job.resumed.expert_groups if job.resumed and job.sizes.experts is not None else 0
+
+
+def _group_counts(job: Job) -> Iterator[int]:
+    """How many groups a layer's experts may come in: fewest first, at last each expert by itself."""
+    experts = job.sizes.experts
+    if experts is None or job.on_cpu or job.resumed:
+        return
+    groups = 2
+    while groups < experts.count:
+        yield groups
+        groups *= 2
+    yield experts.count
 
 
 def _resumed_slices(job: Job) -> int:
@@ -52,27 +86,27 @@ def _may_slice(job: Job) -> bool:
     return job.sizes.slicing is not None and not job.on_cpu
 
 
-def _first(job: Job, *, slices: int) -> MemoryPlan:
+def _first(job: Job, *, slices: int, groups: int) -> MemoryPlan:
     """The first cut that fits; the last, if none does."""
     chosen: MemoryPlan | None = None
-    for chosen in cuts(job, slices=slices):
+    for chosen in cuts(job, slices=slices, groups=groups):
         if chosen.fits:
             break
     assert chosen is not None
     return chosen
 
 
-def cuts(job: Job, *, slices: int = 0) -> Iterator[MemoryPlan]:
-    """Every plan with so many slices of the head that is considered, best first."""
+def cuts(job: Job, *, slices: int = 0, groups: int = 0) -> Iterator[MemoryPlan]:
+    """Every plan with so many slices of the head and groups of experts that is considered, best first."""
     memory = job.memory
     places = ("device", "host") if memory.activations == "auto" else (memory.activations,)
     rows = _micro_batches(job)
     for micro_batch in [job.resumed.micro_batch] if job.resumed and isinstance(memory.micro_batch, str) else rows:
         for place in places:
-            yield _one_cut(job, micro_batch=micro_batch, activations=place, slices=slices)
+            yield _one_cut(job, micro_batch=micro_batch, activations=place, slices=slices, groups=groups)
 
 
-def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int) -> MemoryPlan:
+def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int, groups: int) -> MemoryPlan:
     memory = job.memory
     chosen = MemoryPlan(
         micro_batch=micro_batch,
@@ -91,6 +125,7 @@ def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int) -> Me
         device_limit=job.device_limit,
         on_cpu=job.on_cpu,
         head_slices=slices,
+        expert_groups=groups,
     )
     return account(chosen, terms=job.terms(micro_batch=micro_batch))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatrain.plan.accounting import MemoryPlan
+from megatrain.plan.accounting import MemoryPlan, grouped_experts
 from megatrain.plan.cutting import USEFUL_TOKENS
 from megatrain.plan.job import Job
 from megatrain.plan.words import gib
@@ -10,7 +10,8 @@ from megatrain.plan.words import gib
 
 def explain(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     """One sentence a decision."""
-    parts = (_cut(plan, job=job), _activations(plan, job=job), _residency(plan, job=job), _slices(plan), _bounds(plan))
+    told = (_cut, _activations, _residency, _groups)
+    parts = (*(one(plan, job=job) for one in told), _slices(plan), _bounds(plan))
     return tuple(sentence for part in parts for sentence in part)
 
 
@@ -64,6 +65,18 @@ def _residency(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
         kept = gib(plan.device["kept graphs"])
         said.append(f"the last {plan.kept} layers keep what their backward needs ({kept}) and recompute nothing")
     return tuple(said)
+
+
+def _groups(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
+    experts = grouped_experts(plan, sizes=job.sizes)
+    if experts is None:
+        return ()
+    several = "1 expert" if experts.height == 1 else f"{experts.height} experts"
+    return (
+        f"the {experts.known.count} experts of a layer come in {experts.count} groups of {several} "
+        f"({gib(experts.group_bytes)}), each for all tokens of the step, because whole layers do not fit; "
+        "attention runs once more in the forward and in the backward",
+    )
 
 
 def _slices(plan: MemoryPlan) -> tuple[str, ...]:

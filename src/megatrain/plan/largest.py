@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatrain.model.sizes_types import ModelSizes, SliceSizes, UnitSizes
+from megatrain.model.sizes_types import ExpertSizes, ModelSizes, SliceSizes, UnitSizes
 from megatrain.plan.cutting import attempt
 from megatrain.plan.job import Job
 
@@ -84,6 +84,19 @@ def scaled(sizes: ModelSizes, scale: float) -> ModelSizes:
         params_active=round(total * share),
         saved_bytes_per_token=round(sizes.saved_bytes_per_token * scale),
         slicing=None if sizes.slicing is None else _narrower(sizes.slicing, scale),
+        experts=None if sizes.experts is None else _smaller(sizes.experts, scale, layers=count),
+    )
+
+
+def _smaller(experts: ExpertSizes, scale: float, *, layers: int) -> ExpertSizes:
+    """As many experts, each `scale` times as wide both ways."""
+    rest = experts.rest
+    return replace(
+        experts,
+        elems=tuple(int(elems * scale * scale) for elems in experts.elems),
+        rest=tuple(_times(rest[i % len(rest)], scale * scale) for i in range(layers)),
+        rest_bytes_per_token=round(experts.rest_bytes_per_token * scale),
+        expert_bytes_per_token=round(experts.expert_bytes_per_token * scale),
     )
 
 

@@ -28,7 +28,7 @@ def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
     """`chosen`, which fits, with as much of the device's spare memory used as does good."""
     if not job.can_reside:
         return chosen
-    if chosen.head_slices:  # memory is short; and a stem that stays is whole
+    if chosen.head_slices or chosen.expert_groups:  # memory is short; and what stays is whole
         return chosen
     layers = len(job.sizes.layers)
     units = layers + 2

@@ -194,6 +194,7 @@ def build_executor(
             kept=chosen.kept,
             head_slices=chosen.head_slices,
             embedding_rows=chosen.embedding_rows,
+            expert_groups=chosen.expert_groups,
         ),
         updates=worker if stop is None else PolledUpdates(worker, stop=stop),
     )

@@ -1,0 +1,70 @@
+"""Experts in groups (stream/experts.py), in bytes.
+
+Letters: T tokens of a step, D their width, K experts that a token chooses, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatrain.model.sizes_types import ExpertSizes, ModelSizes, UnitSizes
+
+GROUP_PLACES = 2
+"""`stream.schedule.GROUP_PLACES`: one group is used while the next arrives."""
+ALIGN_ELEMS = 128
+"""`model.layout.ALIGN_ELEMS`."""
+
+
+@dataclass(frozen=True)
+class GroupedExperts:
+    """What takes the place of whole layers on the device."""
+
+    sizes: ModelSizes
+    known: ExpertSizes
+    groups: int
+
+    @property
+    def layers(self) -> tuple[UnitSizes, ...]:
+        """Without their experts."""
+        return self.known.rest
+
+    @property
+    def height(self) -> int:
+        """Experts of every group but the last, which may have fewer."""
+        return -(-self.known.count // self.groups)
+
+    @property
+    def count(self) -> int:
+        """Groups there are."""
+        return -(-self.known.count // self.height)
+
+    @property
+    def group_elems(self) -> int:
+        return sum(self._elems())
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a group as it is streamed, and of its gradient as it goes home."""
+        return sum(n * size for n, size in zip(self._elems(), self.known.itemsizes, strict=True))
+
+    def _elems(self) -> list[int]:
+        """Of a group, by parameter, alignment included."""
+        return [-(-self.height * n // ALIGN_ELEMS) * ALIGN_ELEMS for n in self.known.elems]
+
+    @property
+    def places(self) -> int:
+        return GROUP_PLACES * self.group_bytes
+
+    def waiting_bytes(self, *, step_tokens: int) -> int:
+        """What all micro-batches hold of a layer while its groups pass, at most: backwards, what the experts are called
+        with (hidden states, choices, their weights), the gradient of what they give, and fp32 gradients of the former.
+        """
+        width = self.sizes.hidden_numel_per_token
+        choice = 8 + 4 + 4
+        return step_tokens * (2 * self.sizes.hidden_bytes_per_token + 4 * width + choice * self.known.chosen)
+
+    @property
+    def divided(self) -> tuple[bool, ...]:
+        """Per layer whether it has experts."""
+        pairs = zip(self.sizes.layers, self.known.rest, strict=True)
+        return tuple(whole.elems > rest.elems for whole, rest in pairs)
