@@ -181,6 +181,7 @@ class Streamed:
         weights: dict[str, Tensor] = dict(source.named_parameters(remove_duplicate=False))
         weights |= dict(source.named_buffers(remove_duplicate=False))
         anatomy = self.model.anatomy
+        self.attention_calls = 0
         self.blocks = {unit.index: _block(unit, weights).to(self.device) for unit in anatomy.units}
         size = max(unit.layout.nbytes for unit in anatomy.layers)
         self.slots = [_nan(size).to(self.device), _nan(size).to(self.device)]
@@ -192,8 +193,18 @@ class Streamed:
         if self.ends is None:
             self.model.bind_outer(stem=stem, tail=tail)
 
-    def step(self, batches: Sequence[MicroBatch], *, chunk: int = WHOLE, keep_graphs: bool = False) -> Result:
-        """keep_graphs: no layer is recomputed; weights then stay, each layer's in a block of its own."""
+    def step(
+        self,
+        batches: Sequence[MicroBatch],
+        *,
+        chunk: int = WHOLE,
+        keep_graphs: bool = False,
+        keep_attention: bool = False,
+    ) -> Result:
+        """keep_graphs: no layer is recomputed; weights then stay, each layer's in a block of its own.
+
+        keep_attention: layers are recomputed but for their attention; `attention_calls` counts those that were kept.
+        """
         anatomy = self.model.anatomy
         denominator = sum(b.supervised for b in batches)
         result = Result(torch.zeros((), device=self.device))
@@ -214,7 +225,7 @@ class Streamed:
             if self.groups[i] is not None:
                 self._mix(i, passes, weights, [kept[i] for kept in stored])
             for p, kept in zip(passes, stored, strict=True):
-                kept.append(p.forward(i, weights, kept[i], keep_graph=keep_graphs))
+                kept.append(p.forward(i, weights, kept[i], keep_graph=keep_graphs, keep_attention=keep_attention))
             self._release(i)
         result.aux = self.model.aux_loss(passes, grad=True)
         slopes = []
@@ -233,7 +244,9 @@ class Streamed:
                 self._unmix(i, passes, weights, [kept[i] for kept in stored], slopes, result=result)
             for m, p in enumerate(passes):
                 hidden = None if keep_graphs else stored[m][i]
-                slopes[m], found = p.backward(i, weights, hidden, slopes[m], accumulate=accumulate)
+                attention = p.take_attention(i) if keep_attention else ()
+                self.attention_calls += len(attention) // 2
+                slopes[m], found = p.backward(i, weights, hidden, slopes[m], accumulate=accumulate, attention=attention)
                 for entry, gradient in zip((unit.layout if groups is None else groups.rest).params, found, strict=True):
                     if gradient is not None:
                         result.add(unit.full_names[entry.name][0], gradient)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from megatrain.model.batch import MicroBatch
+from megatrain.model.kept_attention import attention_kept, document_mask
 from megatrain.model.stubs import LayerCall
 
 VARLEN = "megatrain_varlen"
@@ -116,7 +117,18 @@ def varlen_attention(
         plain = attention_mask is None and dropout == 0.0 and all(kwargs.get(k) is None for k in odd)
         _CURRENT.seen.append((module, (size, key.shape[-1], value.shape[-1]), plain))
     documents = _CURRENT.documents
-    if documents is None or (documents.whole_rows and getattr(module, _WINDOW_ATTRIBUTE) == CAUSAL):
+    if documents is not None and documents.whole_rows and getattr(module, _WINDOW_ATTRIBUTE) == CAUSAL:
+        documents = None
+    kept = attention_kept(
+        *(query, key, value),
+        starts=None if documents is None else documents.starts,
+        longest=0 if documents is None else documents.longest,
+        window=-1 if documents is None else getattr(module, _WINDOW_ATTRIBUTE)[0],
+        scale=scaling,
+    )
+    if kept is not None:
+        return kept, None
+    if documents is None:
         out = F.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
         )
@@ -155,12 +167,7 @@ def varlen_by_mask(
     enable_gqa: bool,
 ) -> Tensor:
     """The kernel's definition, with a mask over all tokens: for the CPU (probes and tests). Returns [T, H, D]."""
-    place = torch.arange(query.shape[0])
-    document = torch.searchsorted(cu_seq_q.to(torch.int64), place, right=True)
-    distance = place[:, None] - place[None, :]
-    mask = (document[:, None] == document[None, :]) & (distance >= 0)
-    if window_size[0] >= 0:
-        mask &= distance <= window_size[0]
+    mask = document_mask(cu_seq_q, query.shape[0], window=window_size[0])
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
     return out.squeeze(0).transpose(0, 1).contiguous()

@@ -14,9 +14,15 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.model.aux import RouterTap
+from megatrain.model.kept_attention import begin_exchange
 
-LayerFunction = Callable[[tuple[Tensor, ...], tuple[Any, ...], dict[str, Any]], tuple[Any, list[Tensor]]]
-_GRAPHS_PER_KIND = 32  # with and without gradients, static and dynamic shapes, with and without masks
+LayerFunction = Callable[
+    [tuple[Tensor, ...], tuple[Any, ...], dict[str, Any], bool, tuple[Tensor, ...]],
+    tuple[Any, list[Tensor], list[Tensor]],
+]
+"""(weights, args, kwargs, noting, given) -> (what the layer returns, router logits, noted attention); see Exchange."""
+_GRAPHS_PER_KIND = 32
+"""With and without gradients, noted and given attention, static and dynamic shapes, with and without masks."""
 
 
 def compile_kinds(
@@ -48,9 +54,17 @@ def compile_kinds(
 
 
 def _compiled(layer: nn.Module, *, names: tuple[str, ...], tap: RouterTap) -> LayerFunction:
-    def run(weights: tuple[Tensor, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Tensor]]:
+    def run(
+        weights: tuple[Tensor, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        noting: bool,
+        given: tuple[Tensor, ...],
+    ) -> tuple[Any, list[Tensor], list[Tensor]]:
+        noted = begin_exchange(noting=noting, given=given)
         out = functional_call(layer, dict(zip(names, weights, strict=True)), args, kwargs)
-        return out, tap.take()
+        begin_exchange()
+        return out, tap.take(), noted
 
     compiled: LayerFunction = torch.compile(run)
     return compiled

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.model.attention import Documents
 from megatrain.model.batch import MicroBatch
+from megatrain.model.kept_attention import Exchange
 from megatrain.model.sliced_tail import HeadSlice, SlicedTail
 from megatrain.model.stem import Prepared, StemOutputs
 from megatrain.model.stubs import LayerCall
@@ -71,14 +72,23 @@ class Pass:
         self._states: list[State] = [{name: {} for name in shared}]  # before layer i; the last one is current
         self._state_grads: dict[int, Tensor] = {}
         self._graphs: dict[int, _Graph] = {}  # of layers whose forward kept it
+        self._attention: dict[int, tuple[Tensor, ...]] = {}  # of layers that ran, until `take_attention`
         self.router_logits: list[list[Tensor]] = [[] for _ in calls]
         self.router_gradients: list[list[Tensor | None]] = [[] for _ in calls]
 
-    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, *, keep_graph: bool = False) -> Tensor:
+    def forward(
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor,
+        *,
+        keep_graph: bool = False,
+        keep_attention: bool = False,
+    ) -> Tensor:
         """The layer's output. weights: by entry name, parameters and buffers of the layer.
 
         keep_graph: run with a graph and keep it for `backward`, which then recomputes nothing; `weights` must stay as
-        they are until then.
+        they are until then. keep_attention: what attention gave is to be had from `take_attention`.
         """
         model = self._model
         model.enter(self)
@@ -93,9 +103,16 @@ class Pass:
             if model.forward_needs_grad[layer]:
                 weights = {n: w.detach().requires_grad_(w.is_floating_point()) for n, w in weights.items()}
             live = self._live(self._states[-1])
-            out, logits = self._call(layer, weights, hidden.detach(), leaves={}, live=live)
+            exchange = Exchange(noting=keep_attention)
+            out, logits = self._call(layer, weights, hidden.detach(), leaves={}, live=live, exchange=exchange)
+        if keep_attention:
+            self._attention[layer] = tuple(exchange.noted)
         self._note(layer, given=self._states[-1], live=live, logits=logits)
         return out.detach()
+
+    def take_attention(self, layer: int) -> tuple[Tensor, ...]:
+        """Once after a forward with keep_attention: what `backward` wants; empty if the layer has no such attention."""
+        return self._attention.pop(layer)
 
     def _note(
         self, layer: int, *, given: State, live: Mapping[str, MutableMapping[Any, Any]], logits: list[Tensor]
@@ -140,11 +157,13 @@ class Pass:
         grad: Tensor,
         *,
         accumulate: Accumulate,
+        attention: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Recompute the layer with a graph and return the gradients of its input and of its own parameters.
 
-        hidden: the layer's input; None where its graph was kept. The parameters' gradients are in `layout.params`
-        order, None where no gradient flows. Gradients of stem parameters that the layer reads go to `accumulate`.
+        hidden: the layer's input; None where its graph was kept. attention: of `take_attention`, if it was kept. The
+        parameters' gradients are in `layout.params` order, None where no gradient flows. Gradients of stem parameters
+        that the layer reads go to `accumulate`.
         """
         self._model.enter(self)
         graph = self._graphs.pop(layer, None)
@@ -153,13 +172,15 @@ class Pass:
                 raise RuntimeError(f"layer {layer}: no graph was kept, and no input given or its backward done before")
             if self._rng[layer] is not None:
                 self._model.rng.set(self._rng[layer])
-            graph = self._with_graph(layer, weights, hidden)
+            graph = self._with_graph(layer, weights, hidden, exchange=Exchange(given=attention))
         found = self._differentiate(layer, graph, grad, accumulate=accumulate)
         self._layers[layer] = None
         self._rng[layer] = None
         return found
 
-    def _with_graph(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> _Graph:
+    def _with_graph(
+        self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, *, exchange: Exchange | None = None
+    ) -> _Graph:
         """The layer's forward, recorded by autograd, with every input a leaf."""
         prepared = self._prepared(layer)
         leaf = hidden.detach().requires_grad_(True)
@@ -177,7 +198,7 @@ class Pass:
         )
         live = self._live(before)
         with torch.enable_grad():
-            out, logits = self._call(layer, bound, leaf, leaves=leaves, live=live)
+            out, logits = self._call(layer, bound, leaf, leaves=leaves, live=live, exchange=exchange)
         return _Graph(leaf, tuple(own), leaves, state_leaves, before, live, out, logits)
 
     def _differentiate(
@@ -237,6 +258,7 @@ class Pass:
         *,
         leaves: Mapping[int, Tensor],
         live: Mapping[str, MutableMapping[Any, Any]],
+        exchange: Exchange | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         call = self._prepared(layer).call
         args: tuple[Any, ...] = call.args
@@ -249,7 +271,7 @@ class Pass:
             args = (*args[: call.where], hidden, *args[call.where + 1 :])
         else:
             kwargs[call.where] = hidden
-        return self._model.run_layer(layer, weights, args, kwargs)
+        return self._model.run_layer(layer, weights, args, kwargs, exchange=exchange)
 
     def _live(self, state: State) -> dict[str, MutableMapping[Any, Any]]:
         """Fresh mappings of the model's own type for a layer to read and write."""

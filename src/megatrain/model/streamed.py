@@ -32,6 +32,7 @@ from megatrain.model.compiled import LayerFunction, compile_kinds
 from megatrain.model.experts import ExpertGroups, NotGroupable
 from megatrain.model.experts_pass import ExpertPass
 from megatrain.model.grouping import Grouping, find_grouping
+from megatrain.model.kept_attention import Exchange, begin_exchange
 from megatrain.model.kinds import kinds_of
 from megatrain.model.packing import document_masks, leaking_layers, probe_positions, probe_row, striped
 from megatrain.model.passes import Pass
@@ -376,17 +377,27 @@ class StreamedModel:
         use_documents(current.documents)
 
     def run_layer(
-        self, layer: int, weights: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        exchange: Exchange | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Call the layer's module with `weights` bound. Returns hidden states and router logits."""
-        plan = self.layer_plans[layer]
+        plan, exchange = self.layer_plans[layer], exchange or Exchange()
         if plan.compiled is not None:
-            out, logits = plan.compiled(tuple(weights[n] for n in plan.sites.names), args, kwargs)
+            ordered = tuple(weights[n] for n in plan.sites.names)
+            out, logits, noted = plan.compiled(ordered, args, kwargs, exchange.noting, exchange.given)
+            exchange.noted = noted
             return (out[0] if isinstance(out, tuple) else out), logits
         plan.sites.put(weights)
+        exchange.noted = begin_exchange(noting=exchange.noting, given=exchange.given)
         try:
             out = plan.module(*args, **kwargs)
         finally:  # also where there was no memory: the run may be cut smaller, and nothing of this call may stay
+            begin_exchange()
             plan.sites.clear()
             logits = self._trial.tap.take()
         return (out[0] if isinstance(out, tuple) else out), logits
