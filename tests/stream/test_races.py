@@ -16,12 +16,15 @@ from megatrain.host.arena import footprint
 from megatrain.host.store import HostStore
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.worker import OptimizerFailed, OptimizerWorker
+from megatrain.stream.activations import PIECE_BYTES
 from megatrain.stream.device import StreamName
 from megatrain.stream.executor import StreamingExecutor
 from megatrain.stream.step import Geometry
 
 STEPS = 2
 INPUT_BYTES = B * S * D * 4
+ATTENTION_BYTES = PIECE_BYTES + B * S * 4
+assert INPUT_BYTES <= PIECE_BYTES
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Case:
     skips: bool = False  # the first step's update is left out, as for a step that is not finite
     experts: int = 0  # of every layer but the first of several
     groups: int = 0  # in which they come; 0: with their layer
+    attention: str = ""  # where it is kept; "": it is recomputed
 
 
 def cases(*, layers: tuple[int, ...], micro_batches: tuple[int, ...], loads: tuple[int, ...]) -> list[Case]:
@@ -64,6 +68,12 @@ GROUPED = [
         (1, 3), (1, 2), (2, 3), (1, 2), (0, 2), (False, True), (0, 3), (False, True), (1, 2, 5)
     )
 ]
+ATTENTION = [
+    Case(layers, micro_batches, slots, 1, loads, False, behind, resident, attention=attention)
+    for layers, micro_batches, slots, loads, behind, resident, attention in itertools.product(
+        (2, 3), (1, 2), (2, 3), (0, 2), (False, True), (0, 2), ("device", "host")
+    )
+]
 ALL = cases(layers=(1, 2, 3, 5), micro_batches=(1, 2, 3), loads=(0, 1, 2))
 
 
@@ -71,7 +81,9 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
     """Two steps with optimizer, each evaluated; the device, the losses, and all weights at the end."""
     device = TimelineDevice(skip=skip)
     model = ToyModel(case.layers, tied=case.tied, experts=case.experts)
-    rows = case.layers * case.micro_batches * footprint(INPUT_BYTES, pinned=True) + footprint(V * D * 4, pinned=True)
+    waiting = (INPUT_BYTES, ATTENTION_BYTES)
+    rows = case.layers * case.micro_batches * sum(footprint(size, pinned=True) for size in waiting)
+    rows += footprint(V * D * 4, pinned=True)
     store = HostStore.allocate(model.anatomy, pin=False, threads=1, extra_pinned_bytes=rows)
     for host in store.units:
         for entry in host.unit.layout.params:
@@ -98,6 +110,8 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
         head_slices=case.slices,
         embedding_rows=V if case.slices else 0,
         expert_groups=case.groups,
+        attention_bytes=ATTENTION_BYTES if case.attention else 0,
+        attention_buffers=2 if case.attention == "host" else 0,
     )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=updates, poison=True)
     losses = []
@@ -141,6 +155,18 @@ def test_no_race_where_units_stay_and_no_number_moves() -> None:
         assert torch.equal(weights, expected_weights), case
         fetches = [wait for wait in device.waits if wait.keeps == "no read before load"]
         assert bool(fetches) == (case.resident < case.layers + 2), case
+
+
+def test_no_race_where_attention_is_kept_and_no_number_moves() -> None:
+    for case in ATTENTION:
+        device, losses, weights = run(case)
+        _, expected, expected_weights = run(replace(case, attention=""))
+        assert losses == expected, case
+        assert torch.equal(weights, expected_weights), case
+        loads = sum(wait.keeps == "no load before it is sent" for wait in device.waits)
+        inputs = case.layers * case.micro_batches if case.load_buffers else 0
+        attention = (case.layers - 1) * case.micro_batches if case.attention == "host" else 0
+        assert loads == STEPS * (inputs + attention), case
 
 
 @pytest.mark.parametrize("chosen", [SLICED[::5], pytest.param(SLICED, marks=pytest.mark.slow)], ids=["some", "all"])
@@ -225,6 +251,8 @@ def test_every_wait_matters(record_property: Callable[[str, object], None]) -> N
         Case(2, 1, 2, 2, 0, True, True, slices=4, skips=True),
         Case(2, 2, 2, 1, 2, False, False, experts=5, groups=5),
         Case(2, 1, 2, 2, 0, False, True, slices=2, experts=4, groups=3),
+        Case(3, 2, 2, 1, 2, False, False, attention="host"),
+        Case(3, 1, 2, 1, 0, True, False, resident=2, attention="host"),
     ]
     counts = _mutate(chosen, record_property)
     assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS | OF_ROWS
@@ -232,6 +260,6 @@ def test_every_wait_matters(record_property: Callable[[str, object], None]) -> N
 
 @pytest.mark.slow
 def test_every_wait_of_every_shape(record_property: Callable[[str, object], None]) -> None:
-    counts = _mutate([c for c in ALL if c.layers < 5] + SLICED + GROUPED[::41], record_property)
+    counts = _mutate([c for c in ALL if c.layers < 5] + SLICED + GROUPED[::41] + ATTENTION, record_property)
     assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS | OF_ROWS
     assert sum(counts.values()) > 10_000

@@ -113,6 +113,7 @@ class ToyPass:
         self.hidden = self._graph.detach()
         self._kept: dict[int, tuple[Tensor, list[Tensor], Tensor]] = {}
         self._routed: dict[int, ToyRouted] = {}
+        self._attention: dict[int, tuple[Tensor, ...]] = {}
 
     def route(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor) -> None:
         assert set(weights) == {"w"}
@@ -134,7 +135,18 @@ class ToyPass:
         routed.sum = back if routed.sum is None else routed.sum + back
         return ((routed.hidden * routed.slope).flatten(0, 1).sum(0).expand(tensors["e"].shape),)
 
-    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, *, keep_graph: bool = False) -> Tensor:
+    def forward(
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor,
+        *,
+        keep_graph: bool = False,
+        keep_attention: bool = False,
+    ) -> Tensor:
+        if keep_attention:  # the first layer has none
+            product = hidden * weights["w"]
+            self._attention[layer] = (product, product.sum(-1).flatten()) if layer else ()
         if keep_graph:
             self._kept[layer] = self._with_graph(weights, hidden)
             return self._kept[layer][2].detach()
@@ -143,6 +155,9 @@ class ToyPass:
             assert given is not None
             return hidden + hidden * weights["w"] + given
         return self._layer(hidden, weights)
+
+    def take_attention(self, layer: int) -> tuple[Tensor, ...]:
+        return self._attention.pop(layer)
 
     @staticmethod
     def _layer(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
@@ -163,7 +178,12 @@ class ToyPass:
         grad: Tensor,
         *,
         accumulate: Callable[[str, Tensor], None],
+        attention: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        if attention:
+            assert hidden is not None
+            assert torch.equal(attention[0], hidden * weights["w"])
+            assert torch.equal(attention[1], attention[0].sum(-1).flatten())
         if layer in self._kept:
             x, own, y = self._kept.pop(layer)
         else:

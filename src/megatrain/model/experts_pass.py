@@ -106,10 +106,18 @@ class ExpertPass(Pass):
             given = groups.experts.run(tensors, groups.spans[group], routed.hidden, routed.chosen, routed.weights)
             routed.total = given.float() if routed.total is None else routed.total.add_(given)
 
-    def forward(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, *, keep_graph: bool = False) -> Tensor:
+    def forward(
+        self,
+        layer: int,
+        weights: Mapping[str, Tensor],
+        hidden: Tensor,
+        *,
+        keep_graph: bool = False,
+        keep_attention: bool = False,
+    ) -> Tensor:
         groups = self._model.expert_groups[layer]
         if groups is None:
-            return super().forward(layer, weights, hidden, keep_graph=keep_graph)
+            return super().forward(layer, weights, hidden, keep_graph=keep_graph, keep_attention=keep_attention)
         routed, rng = self._calls.pop(layer), self._rng[layer]
         if rng is not None:
             self._model.rng.set(rng)
@@ -119,7 +127,7 @@ class ExpertPass(Pass):
             return routed.total.to(called_with.dtype)
 
         with groups.experts.call.answering(give):
-            return super().forward(layer, weights, hidden)
+            return super().forward(layer, weights, hidden, keep_attention=keep_attention)
 
     def reroute(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, grad: Tensor) -> None:
         """Run the layer again, for what its experts are called with and the gradient of what they give."""
@@ -164,10 +172,11 @@ class ExpertPass(Pass):
         grad: Tensor,
         *,
         accumulate: Accumulate,
+        attention: tuple[Tensor, ...] = (),
     ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         groups = self._model.expert_groups[layer]
         if groups is None:
-            return super().backward(layer, weights, hidden, grad, accumulate=accumulate)
+            return super().backward(layer, weights, hidden, grad, accumulate=accumulate, attention=attention)
         routed = self._calls.pop(layer)
 
         def known(called_with: Tensor, _: Tensor, shares: Tensor) -> Tensor:
@@ -175,4 +184,4 @@ class ExpertPass(Pass):
             return out
 
         with groups.experts.call.answering(known):
-            return super().backward(layer, weights, hidden, grad, accumulate=accumulate)
+            return super().backward(layer, weights, hidden, grad, accumulate=accumulate, attention=attention)

@@ -19,6 +19,7 @@ from megatrain.host.gradient import UnitGradient
 from megatrain.host.store import HostStore
 from megatrain.model.batch import MicroBatch
 from megatrain.stream.activations import ActivationStore, DeviceActivations, HostActivations
+from megatrain.stream.attention import KeptAttention
 from megatrain.stream.device import Device, StreamName
 from megatrain.stream.ends import Ends, WholeEnds
 from megatrain.stream.experts import LayerParts
@@ -70,6 +71,8 @@ class StreamingExecutor:
         buffers = geometry.grad_buffers if len(self._resident.units) < len(store.units) else 0
         self._gradients = GradientRing(device, buffers=buffers, buffer_bytes=self._layers.param_bytes)
         self._activations = self._allocate_activations()
+        layers = [layer.unit.index for layer in store.layers]
+        self._attention = KeptAttention.of(geometry, device=device, arena=store.arena, layers=layers)
         self._numbers = Numbers(device)
         self._tail = store.tail.unit.index
         model.outer_buffers_to(device.torch_device)
@@ -106,6 +109,7 @@ class StreamingExecutor:
             train=train,
             resident=self._geometry.resident,
             kept=self._geometry.kept,
+            attention_buffers=self._geometry.attention_buffers,
             head_slices=self._ends.parts,
             expert_groups=self._layers.counts,
         )
@@ -152,7 +156,8 @@ class StreamingExecutor:
     def close(self) -> None:
         """Give the device's memory back; nothing can run here any more."""
         self._model.unbind_outer()
-        del self._resident, self._layers, self._ends, self._sums, self._ring, self._gradients, self._activations
+        del self._resident, self._layers, self._ends, self._sums, self._ring, self._gradients
+        del self._activations, self._attention
 
     def _run(self, plan: Sequence[Op], step: RunningStep) -> None:
         training = any(op.do is Do.BACKWARD for op in plan)
@@ -180,7 +185,7 @@ class StreamingExecutor:
             case Do.MIX | Do.UNMIX:
                 self._layers.mix(step, op, self._acquire(step, op.unit, op.part))
             case Do.FORWARD:
-                self._forward(step, op.unit, m, save=training and not self._geometry.load_buffers)
+                self._forward(step, op.unit, m, training=training)
             case Do.KEEP:
                 self._forward(step, op.unit, m, keep_graph=True)
             case Do.AUX:
@@ -190,7 +195,9 @@ class StreamingExecutor:
             case Do.LOSS:
                 self._loss(step, m, training=training)
             case Do.LOAD:
-                self._activations.load((op.unit, m))
+                if self._geometry.load_buffers:
+                    self._activations.load((op.unit, m))
+                self._attention.load((op.unit, m))
             case Do.BACKWARD:
                 self._backward(step, op.unit, m)
             case Do.UNEMBED:
@@ -234,23 +241,27 @@ class StreamingExecutor:
         step.hidden.append(one.hidden.contiguous())
         self._activations.computed((1, m))
 
-    def _forward(self, step: RunningStep, unit: int, m: int, *, save: bool = False, keep_graph: bool = False) -> None:
-        slot = self._acquire(step, unit)
+    def _forward(
+        self, step: RunningStep, unit: int, m: int, *, training: bool = False, keep_graph: bool = False
+    ) -> None:
+        """training: what the backward needs is kept, so far as it is not recomputed; a kept graph holds it itself."""
+        key, one, slot = (unit, m), step.passes[m], self._acquire(step, unit)
         weights, hidden = slot.views((unit, None), self._layers.layout(unit)), step.hidden_of(m)
-        if save:
-            self._activations.save((unit, m), hidden)
-        self._device.touch(
-            f"forward({unit},{m})",
-            on=StreamName.COMPUTE,
-            reads=(slot.name, f"hidden{(unit, m)}"),
-            writes=(f"hidden{(unit + 1, m)}",),
-        )
-        step.hidden[m] = step.passes[m].forward(unit - 1, weights, hidden, keep_graph=keep_graph).contiguous()
+        if training and not self._geometry.load_buffers:
+            self._activations.save(key, hidden)
+        attention = training and self._attention.on
+        writes = (f"hidden{(unit + 1, m)}", *((f"attention{key}",) if attention else ()))
+        reads = (slot.name, f"hidden{key}")
+        self._device.touch(f"forward({unit},{m})", on=StreamName.COMPUTE, reads=reads, writes=writes)
+        out = one.forward(unit - 1, weights, hidden, keep_graph=keep_graph, keep_attention=attention)
+        step.hidden[m] = out.contiguous()
         self._activations.computed((unit + 1, m))
+        if attention:
+            self._attention.save(key, one.take_attention(unit - 1))
 
     def _reroute(self, step: RunningStep, op: Op, m: int) -> None:
         key = (op.unit, m)
-        self._layers.route(step, op, self._acquire(step, op.unit), hidden=self._activations.take(key))
+        self._layers.route(step, op, self._acquire(step, op.unit), hidden=self._activations.take(key)[0])
         self._activations.put_back(key)
 
     def _loss(self, step: RunningStep, m: int, *, training: bool) -> None:
@@ -276,12 +287,18 @@ class StreamingExecutor:
         assert gradient is not None
         self._device.touch(f"backward({unit},{m})", on=StreamName.COMPUTE, reads=(slot.name,))
         kept = unit >= self._tail - self._geometry.kept
-        hidden = None if kept else self._activations.take((unit, m))
+        hidden = None if kept else self._activations.take((unit, m))[0]
         step.gradient[m], own = step.passes[m].backward(
-            unit - 1, slot.views((unit, None), layout), hidden, gradient, accumulate=self._ends.accumulate
+            unit - 1,
+            slot.views((unit, None), layout),
+            hidden,
+            gradient,
+            accumulate=self._ends.accumulate,
+            attention=self._attention.take((unit, m)),
         )
         if not kept:
             self._activations.drop((unit, m))
+        self._attention.drop((unit, m))
         for entry, value in zip(layout.params, own, strict=True):
             if value is not None:
                 total.add(entry.name, value)

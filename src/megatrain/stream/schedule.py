@@ -53,7 +53,7 @@ class Do(Enum):
     LSE = "lse"  # one part of the head on one micro-batch: what the loss needs of it
     LOSS = "loss"  # head and loss of one micro-batch, with the gradient of the hidden state when training
     SLOPE = "slope"  # one part of the head on one micro-batch again: gradients of both
-    LOAD = "load"  # a layer's stored input -> device, on the fetch stream
+    LOAD = "load"  # a layer's stored input, its kept attention -> device, on the fetch stream
     REROUTE = "reroute"  # a layer up to its experts again, one micro-batch, and the gradient of what they give
     UNMIX = "unmix"  # one group of experts on one micro-batch again: gradients of both
     BACKWARD = "bwd"  # a layer recomputed with a graph (unless that was kept) and differentiated, one micro-batch
@@ -84,12 +84,18 @@ class StepShape:
     train: bool  # False: forward and loss only
     resident: int = 0  # units that stay on the device: stem, layer 0, 1, ..., the tail last
     kept: int = 0  # layers, from the last, whose graph is kept; only with activations on the device
+    attention_buffers: int = 0  # places for attention on its way back; 0: it stays on the device, or is recomputed
     head_slices: int = 0  # parts of the head; 0: the head comes with the rest of the tail
     expert_groups: tuple[int, ...] = ()  # per layer, of its experts; 0: it comes whole; (): so do all
 
     @property
     def tail(self) -> int:
         return self.layers + 1
+
+    @property
+    def loads(self) -> int:
+        """How many backward operations ahead what they need is loaded; 0: nothing waits on the host."""
+        return self.load_buffers or self.attention_buffers
 
     def streams(self, unit: int) -> bool:
         """Whether the unit is fetched when it is needed."""
@@ -111,10 +117,14 @@ def plan_step(shape: StepShape) -> tuple[Op, ...]:
         raise ValueError(f"{shape.slots} slots cannot hide a transfer: at least 2 are needed")
     if shape.kept > (shape.layers if not streamed else shape.slots):
         raise ValueError(f"the graphs of {shape.kept} layers cannot be kept: their weights would be gone")
-    if shape.kept and shape.load_buffers:
+    if shape.kept and shape.loads:
         raise ValueError("graphs are kept only where activations stay on the device")
     if any(shape.expert_groups) and (shape.resident or shape.kept):
         raise ValueError("with experts in groups no unit stays on the device, and no graph")
+    if any(shape.expert_groups) and shape.attention_buffers:
+        raise ValueError("layers whose experts come in groups read their input twice, and their attention once")
+    if shape.load_buffers and shape.attention_buffers and shape.load_buffers != shape.attention_buffers:
+        raise ValueError("inputs and attention are loaded together, so they need as many places")
     if shape.head_slices == 1 or (shape.head_slices and shape.resident):
         raise ValueError("a head in slices has at least two, and no unit stays on the device")
     return tuple(_with_loads(_with_fetches(_compute(shape), shape), shape))
@@ -234,8 +244,8 @@ def _op(do: Do, stay: Stay) -> Op:
 
 
 def _with_loads(ops: Sequence[Op], shape: StepShape) -> list[Op]:
-    """Load stored inputs as many backward operations ahead as there are buffers, the first before the loss."""
-    if not (shape.train and shape.load_buffers):
+    """Load what waits on the host as many backward operations ahead as there are buffers, the first before the loss."""
+    if not (shape.train and shape.loads):
         return list(ops)
     wanted = [Op(Do.LOAD, op.unit, op.micro_batch) for op in ops if op.do in (Do.REROUTE, Do.BACKWARD)]
     out: list[Op] = []
@@ -243,7 +253,7 @@ def _with_loads(ops: Sequence[Op], shape: StepShape) -> list[Op]:
     turned = False
     for op in ops:
         turned = turned or op.do is Do.LOSS
-        while turned and issued < len(wanted) and issued < done + shape.load_buffers:
+        while turned and issued < len(wanted) and issued < done + shape.loads:
             out.append(wanted[issued])
             issued += 1
         out.append(op)

@@ -30,6 +30,7 @@ class _Held:
         self._resident: set[Stay] = {(unit, None) for unit in range(shape.resident)}
         self._always = frozenset(self._resident)
         self._stored: set[Stay] = set()
+        self._attended: set[Stay] = set()  # layers that ran, whose attention may wait on the host
         self._loaded: list[Stay] = []  # one that is read twice is loaded twice
         self._graphs: set[Stay] = set()
         self._measured: set[Stay] = set()  # (part, micro-batch)
@@ -47,17 +48,22 @@ class _Held:
             case Do.SAVE:
                 self._stored.add(key)
             case Do.LOAD:
-                if key not in self._stored:
-                    self._refuse("loaded before it was saved")
-                self._loaded.append(key)
-                if len(self._loaded) > self._shape.load_buffers:
-                    self._refuse(f"more than {self._shape.load_buffers} stored inputs on the device")
+                self._load(key)
             case Do.OFFLOAD:
                 self._offload(op)
             case Do.AUX:
                 pass
             case _:
                 self._compute(op, key)
+
+    def _load(self, key: Stay) -> None:
+        if self._shape.load_buffers and key not in self._stored:
+            self._refuse("loaded before it was saved")
+        if self._shape.attention_buffers and key not in self._attended:
+            self._refuse("loaded before the layer ran")
+        self._loaded.append(key)
+        if len(self._loaded) > self._shape.loads:
+            self._refuse(f"more than {self._shape.loads} stored inputs on the device")
 
     def _fetch(self, stay: Stay) -> None:
         if stay in self._resident:
@@ -93,6 +99,7 @@ class _Held:
                 self._mix(op, key)
             case Do.FORWARD:
                 self._mixed(key)
+                self._attended.add(key)
             case Do.BACKWARD:
                 self._backward(key)
             case Do.LSE:
@@ -132,7 +139,7 @@ class _Held:
         self._read_input(key)
 
     def _read_input(self, key: Stay) -> None:
-        if self._shape.load_buffers:
+        if self._shape.loads:
             if key not in self._loaded:
                 self._refuse("input not loaded")
             self._loaded.remove(key)

@@ -22,6 +22,8 @@ class Geometry:
     kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
     head_slices: int = 0  # the head's weight comes in so many slices, the embedding as rows; 0: both come whole
     embedding_rows: int = 0  # with slices: the most distinct tokens of a step
+    attention_bytes: int = 0  # of what attention gave in one layer and micro-batch, at most; 0: it is recomputed
+    attention_buffers: int = 0  # of these on their way back; 0: kept ones stay on the device
     expert_groups: int = 0  # the experts of a layer come in at most so many groups; 0: with their layer
 
 
