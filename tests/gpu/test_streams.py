@@ -43,6 +43,7 @@ CONFIG = LlamaConfig(
     num_key_value_heads=8,
 )
 INPUT_BYTES = ROWS * LENGTH * CONFIG.hidden_size * 2
+ATTENTION_BYTES = ROWS * LENGTH * (CONFIG.hidden_size * 2 + CONFIG.num_attention_heads * 4)
 
 
 class SerialDevice(CudaDevice):
@@ -89,7 +90,7 @@ def batches(seed: int) -> list[MicroBatch]:
 def store() -> Iterator[HostStore]:
     """One arena for every run of this file: page-locking it is what takes time."""
     model = StreamedModel.build(ModelSpec(CONFIG, "sdpa", torch.bfloat16, True, False), rng=_open(CudaDevice).rng)
-    rows = 8 * LAYERS * MICRO_BATCHES * footprint(INPUT_BYTES, pinned=True) * 2
+    rows = 16 * LAYERS * MICRO_BATCHES * footprint(INPUT_BYTES + ATTENTION_BYTES, pinned=True)
     rows += 16 * footprint(CONFIG.vocab_size * CONFIG.hidden_size * 2, pinned=True)  # of the embedding
     made = HostStore.allocate(model.anatomy, pin=True, threads=8, extra_pinned_bytes=rows)
     yield made
@@ -112,13 +113,15 @@ def run(
     resident: int = 0,
     kept: int = 0,
     head_slices: int = 0,
+    attention: str = "sdpa",
+    kept_attention: str = "",
 ) -> tuple[list[tuple[float, float]], Tensor]:
     """(loss, norm) of each step, and all gradients, weights and moments at the end as one checksum vector."""
     for host in store.units:
         for tensor in (host.lo, host.exp_avg, host.exp_avg_sq, host.grad, host.steps):
             tensor.zero_()
     fill_synthetic(store)
-    model = StreamedModel.build(ModelSpec(CONFIG, "sdpa", torch.bfloat16, True, False), rng=device.rng)
+    model = StreamedModel.build(ModelSpec(CONFIG, attention, torch.bfloat16, True, False), rng=device.rng)
     optimizer = AdamW(
         store,
         betas=(0.9, 0.99),
@@ -141,6 +144,8 @@ def run(
         kept=kept,
         head_slices=head_slices,
         embedding_rows=CONFIG.vocab_size if head_slices else 0,
+        attention_bytes=ATTENTION_BYTES if kept_attention else 0,
+        attention_buffers=2 if kept_attention == "host" else 0,
     )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=worker, poison=True)
     numbers = []
@@ -204,6 +209,39 @@ def test_a_lagging_stream_changes_no_bit(
 
 
 @pytest.fixture(scope="module")
+def serial_varlen(store: HostStore) -> tuple[list[tuple[float, float]], Tensor]:
+    """Attention recomputed."""
+    return run(store, _open(SerialDevice), slots=2, loads=0, attention=VARLEN)
+
+
+@pytest.mark.parametrize(
+    ("where", "loads", "lagging"),
+    [
+        ("device", 0, None),
+        ("device", 2, None),
+        ("host", 0, None),
+        ("host", 2, StreamName.FETCH),
+        ("host", 2, StreamName.SEND),
+        ("host", 2, StreamName.COMPUTE),
+    ],
+)
+def test_kept_attention_changes_no_bit(
+    store: HostStore,
+    serial_varlen: tuple[list[tuple[float, float]], Tensor],
+    where: str,
+    loads: int,
+    lagging: StreamName | None,
+) -> None:
+    device = _open(CudaDevice if lagging is None else LaggingDevice)
+    if isinstance(device, LaggingDevice):
+        assert lagging is not None
+        device.lagging = lagging
+    numbers, sums = run(store, device, slots=2, loads=loads, attention=VARLEN, kept_attention=where)
+    assert numbers == serial_varlen[0]
+    assert torch.equal(sums, serial_varlen[1])
+
+
+@pytest.fixture(scope="module")
 def serial_slices(store: HostStore) -> tuple[list[tuple[float, float]], Tensor]:
     return run(store, _open(SerialDevice), slots=2, loads=0, head_slices=4)
 
@@ -230,8 +268,8 @@ def test_slices_are_within_the_noise_of_bf16(
         assert norm == pytest.approx(expected_norm, rel=2**-7)
 
 
-@pytest.mark.parametrize("head_slices", [0, 4])
-def test_a_step_neither_synchronises_nor_allocates(store: HostStore, head_slices: int) -> None:
+@pytest.mark.parametrize(("head_slices", "kept_attention"), [(0, ""), (4, ""), (0, "host")])
+def test_a_step_neither_synchronises_nor_allocates(store: HostStore, head_slices: int, kept_attention: str) -> None:
     """Sync-debug mode raises on any hidden synchronisation; the pool must not grow after the second step."""
     device = _open(CudaDevice)
     model = StreamedModel.build(ModelSpec(CONFIG, VARLEN, torch.bfloat16, True, False), rng=device.rng)
@@ -251,6 +289,8 @@ def test_a_step_neither_synchronises_nor_allocates(store: HostStore, head_slices
         input_bytes=INPUT_BYTES,
         head_slices=head_slices,
         embedding_rows=CONFIG.vocab_size if head_slices else 0,
+        attention_bytes=ATTENTION_BYTES if kept_attention else 0,
+        attention_buffers=2 if kept_attention else 0,
     )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=Done())
     for step in range(2):
