@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from megatrain.cli import estimate_command
 from megatrain.errors import ModelError, UsageError
 from megatrain.model.user_cache import cache_folder
+from megatrain.plan.accounting import MemoryPlan
 from megatrain.recipe import load_recipe
 from megatrain.train import machine
 from megatrain.train.build import plan_run
@@ -111,6 +113,38 @@ def test_a_gpu_that_is_not_here_is_planned_for_in_bf16(folder: Path, capsys: pyt
     assert any("25 GB/s" in line for line in found["assumed"])
     in_fp32 = estimated(capsys, folder, "train.precision=fp32", vram="24GiB", host="64GiB")
     assert in_fp32["host"]["weights as streamed"] >= 4 * total
+
+
+def test_the_cores_are_those_of_the_machine_that_is_planned_for(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of another machine: a stated number of cores, or an assumed one, never that of the machine one asks on."""
+    monkeypatch.setattr(machine, "usable_cores", lambda: 3)
+    monkeypatch.setattr(machine, "optimizer_threads", lambda stated: stated or 3)
+    for described, threads, words in (
+        ({"host": "64GiB"}, 14, "16 cores, 14 of them update weights: --host is another machine's memory"),
+        ({"host": "64GiB", "cores": 8}, 6, "8 cores (--cores), 6 of them"),
+        ({"vram": "24GiB"}, 3, "the 3 cores that this process may use here, 3 of them"),
+        ({}, 3, "the 3 cores that this process may use here"),
+    ):
+        found = estimated(capsys, folder, **described)
+        assert found["plan"]["threads"] == threads
+        assert sum(words in line for line in found["assumed"]) == 1
+    assert estimated(capsys, folder, "memory.threads=5", host="64GiB")["plan"]["threads"] == 5
+
+
+def test_everything_that_a_plan_decides_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(capsys, folder, vram="24GiB", host="64GiB")["plan"]
+    tables = {"host", "device", "host_limit", "device_limit"}
+    assert set(found) == {field.name for field in fields(MemoryPlan)} - tables
+    assert (found["head_slices"], found["embedding_rows"]) == (0, 0)
+
+
+def test_slices_of_the_head_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimated(capsys, SHAPES / "qwen2.5-7b", vram="10GiB", host="256GiB")
+    assert found["plan"]["head_slices"] > 1
+    assert found["plan"]["embedding_rows"] == 32 * 2048 + 1
+    assert any(f"the head comes in {found['plan']['head_slices']} slices" in line for line in found["explanation"])
 
 
 def test_what_does_not_fit_is_a_result_with_advice_and_exit_code_3(

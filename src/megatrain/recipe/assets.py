@@ -11,6 +11,7 @@ from megatrain.errors import RecipeError
 PREFIX = "megatrain:"
 _PACKAGE = Path(__file__).resolve().parent.parent
 _ASSETS = _PACKAGE / "assets"
+_KNOWN_MODELS = Path(__file__).resolve().parent / "known_models"
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -23,6 +24,19 @@ def shipped_recipes() -> dict[str, Path]:
 def assets() -> list[str]:
     """Names of the shipped models and data files."""
     return sorted(path.name for path in _ASSETS.iterdir() if path.is_dir() or path.suffix == ".jsonl")
+
+
+def known_model(hub_id: str) -> Path | None:
+    """A folder with nothing but the shape of a public model that a shipped recipe names, as a config.json; None
+    where it is not known. For planning without the hub, never for training: it is not the model's own file.
+    """
+    folder = _KNOWN_MODELS / hub_id.replace("/", "--")
+    return folder if hub_id in known_models() else None
+
+
+def known_models() -> list[str]:
+    """Hub ids."""
+    return sorted(path.name.replace("--", "/") for path in _KNOWN_MODELS.iterdir())
 
 
 def is_asset(path: str) -> bool:

@@ -21,6 +21,9 @@ from megatrain.recipe import Recipe
 from megatrain.train.machine import Described, Machine, find_machine
 from megatrain.train.structure import Structure, read_structure
 
+TOLD_ELSEWHERE = ("host", "device", "host_limit", "device_limit")
+"""Of a plan's fields; the others are what it decides."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -68,7 +71,9 @@ class Estimate:
 
     @property
     def assumed(self) -> tuple[str, ...]:
+        shape = self.structure.assumed
         return (
+            *((shape,) if shape is not None else ()),
             *self.machine.assumed,
             f"{self.job.batch_size} rows of {self.job.seq_len} tokens a step, "
             f"{'packed' if self.job.packed else 'not packed'}; attention {self.structure.facts.attention}",
@@ -110,17 +115,7 @@ class Estimate:
                 "step_s": self.speed.step_s,
                 "seconds": self.speed.resources,
             },
-            "plan": {
-                "micro_batch": plan.micro_batch,
-                "micro_batches": plan.micro_batches,
-                "seq_len": plan.seq_len,
-                "slots": plan.slots,
-                "activations": plan.activations,
-                "head_chunk": plan.head_chunk,
-                "resident": plan.resident,
-                "kept": plan.kept,
-                "threads": plan.threads,
-            },
+            "plan": {key: value for key, value in plan.to_dict().items() if key not in TOLD_ELSEWHERE},
             "explanation": list(self.explanation),
             "assumed": list(self.assumed),
         } | ({} if self.largest is None else {"max": self.largest.to_dict()})

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatrain.optim.threads import LEFT_FREE, SMALL, optimizer_threads
+from megatrain.optim.threads import LEFT_FREE, SMALL, optimizer_threads, usable_cores
 from megatrain.plan.hardware import DeviceMemory, HostMemory, Limit, read_host_memory, read_page_lock
 from megatrain.plan.job import Limits
 from megatrain.plan.process import libraries_bytes
@@ -16,6 +16,9 @@ from megatrain.recipe import Recipe
 from megatrain.train.examination import Examination, find_examination
 from megatrain.train.gpus import GpuFacts, read_gpu
 from megatrain.units import format_size
+
+ASSUMED_CORES = 16
+"""Of a machine whose memory is described and whose cores are not: this one's would say nothing about it."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,11 @@ class Described:
     def elsewhere(self) -> bool:
         """Whether memory is that of another machine."""
         return self.vram is not None or self.host is not None
+
+    @property
+    def counted_cores(self) -> int | None:
+        """None: those of this machine count."""
+        return ASSUMED_CORES if self.cores is None and self.host is not None else self.cores
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ def find_machine(recipe: Recipe, described: Described) -> Machine:
     compiled = on_cuda and recipe.memory.compile == "auto"
     stated = recipe.memory.threads
     threads = _threads(described, stated=stated if isinstance(stated, int) else None)
-    examined = None if described.cores else find_examination(here.name if on_cuda and here else None)
+    examined = None if described.counted_cores else find_examination(here.name if on_cuda and here else None)
     limits = Limits(
         host=host,
         device=device,
@@ -69,7 +77,7 @@ def find_machine(recipe: Recipe, described: Described) -> Machine:
         rates=_rates(described, gpu=gpu, threads=threads, examined=examined),
         disk_free_bytes=disk_free(Path(recipe.output.dir)),
         elsewhere=described.elsewhere,
-        assumed=_assumed(described, on_cuda=on_cuda, compiled=compiled),
+        assumed=(*_assumed(described, on_cuda=on_cuda, compiled=compiled), _cores(described, threads=threads)),
     )
 
 
@@ -104,9 +112,10 @@ def _host(described: Described) -> HostMemory:
 
 
 def _threads(described: Described, *, stated: int | None) -> int:
-    if described.cores is None or stated is not None:
+    cores = described.counted_cores
+    if cores is None or stated is not None:
         return optimizer_threads(stated)
-    return described.cores - LEFT_FREE if described.cores > SMALL else described.cores
+    return cores - LEFT_FREE if cores > SMALL else cores
 
 
 def _rates(described: Described, *, gpu: str | None, threads: int, examined: Examination | None) -> Rates:
@@ -133,3 +142,12 @@ def _assumed(described: Described, *, on_cuda: bool, compiled: bool) -> tuple[st
     if described.host is not None:
         said.append(f"{format_size(described.host)} of host memory (--host), some of it left to the system")
     return tuple(said)
+
+
+def _cores(described: Described, *, threads: int) -> str:
+    used = f"{threads} of them update weights"
+    if described.cores is not None:
+        return f"{described.cores} cores (--cores), {used}"
+    if described.counted_cores is not None:
+        return f"{ASSUMED_CORES} cores, {used}: --host is another machine's memory, and --cores says how many it has"
+    return f"the {usable_cores()} cores that this process may use here, {used} (--cores plans for others)"

@@ -14,7 +14,9 @@ from typing import Any
 from megatrain.errors import ModelError
 from megatrain.model.sizes_cache import SizesKey, find_facts, keep_facts
 from megatrain.model.sizes_types import ModelFacts
-from megatrain.recipe import Recipe, resolve_asset
+from megatrain.recipe import Recipe, known_model, resolve_asset
+
+_ASSUMED = "the shape of {} as it is shipped with megatrain: its own config.json is not in the hub's cache here"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Structure:
     facts: ModelFacts
     config: dict[str, Any]
     from_cache: bool
+    assumed: str | None = None  # for people: which config stands for one that is not here
 
 
 def read_structure(recipe: Recipe, *, on_cuda: bool) -> Structure:
@@ -31,7 +34,10 @@ def read_structure(recipe: Recipe, *, on_cuda: bool) -> Structure:
 
     Raises ModelError for a model that cannot be had, or cannot run exactly.
     """
-    config = raw_config(recipe)
+    config, assumed = raw_config(recipe), None
+    if config is None and (shape := _known_shape(recipe)) is not None:
+        recipe, assumed = shape, _ASSUMED.format(recipe.model.path)
+        config = raw_config(recipe)
     bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and on_cuda)
     wanted = recipe.model.attention
     key = SizesKey(
@@ -44,14 +50,14 @@ def read_structure(recipe: Recipe, *, on_cuda: bool) -> Structure:
     known = config is not None and not (recipe.model.trust_remote_code and "auto_map" in config)
     facts = find_facts(key) if known else None
     if facts is not None:
-        return Structure(facts, config or {}, from_cache=True)
+        return Structure(facts, config or {}, from_cache=True, assumed=assumed)
     with collector_paused():
         from megatrain.train.structure_reading import read_facts
 
         facts = read_facts(recipe, bf16=bf16, ours=key.attention == "ours")
     if known:
         keep_facts(key, facts)
-    return Structure(facts, config or raw_config(recipe) or {}, from_cache=False)
+    return Structure(facts, config or raw_config(recipe) or {}, from_cache=False, assumed=assumed)
 
 
 @contextmanager
@@ -69,6 +75,14 @@ def collector_paused() -> Iterator[None]:
             gc.freeze()
         if was_on:
             gc.enable()
+
+
+def _known_shape(recipe: Recipe) -> Recipe | None:
+    """The recipe with the shipped shape of its model in the model's place; None where there is none."""
+    folder = known_model(recipe.model.path) if recipe.model.revision == "main" else None
+    if folder is None:
+        return None
+    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(folder)})})
 
 
 def raw_config(recipe: Recipe) -> dict[str, Any] | None:
