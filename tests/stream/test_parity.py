@@ -51,8 +51,11 @@ SPECIAL: dict[str, dict[str, object]] = {
     "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},  # tied, scaled embedding, soft-cap
     "gemma3_text": {"head_dim": 8},  # tied, scaled embedding
     "phi": {},  # a head with a bias
+    "qwen3_moe routed": MODELS["qwen3_moe"] | {"output_router_logits": True, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 5, "sliding_window": None},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3},  # biases, of other dimensions
 }
-"""Heads of other kinds, see test_sliced.py."""
+"""Heads of other kinds, see test_sliced.py, and experts, see test_experts.py."""
 
 
 def config_of(name: str) -> PretrainedConfig:
@@ -113,6 +116,8 @@ class Streamed:
         resident: int = 0,
         kept: int = 0,
         head_slices: int = 0,
+        expert_groups: int = 0,
+        buffers: int = 2,
         chunk: int = ROWS * LENGTH,
     ) -> None:
         device = CpuDevice()
@@ -142,7 +147,7 @@ class Streamed:
             geometry=Geometry(
                 micro_batches,
                 slots,
-                2,
+                buffers,
                 loads,
                 head_chunk=chunk,
                 input_bytes=input_bytes,
@@ -150,6 +155,7 @@ class Streamed:
                 kept=kept,
                 head_slices=head_slices,
                 embedding_rows=VOCABULARY if head_slices else 0,
+                expert_groups=expert_groups,
             ),
             updates=self.worker,
             poison=True,

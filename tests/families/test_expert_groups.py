@@ -1,0 +1,115 @@
+"""Every family with experts: in groups it gives what it gives whole, or it says why it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drive import Result, Streamed, differences, make_batches, reference_model, run_reference
+from variants import VARIANTS, attention_of, config_of
+
+from megatrain.model.experts import NotGroupable
+from megatrain.model.grouping import Grouping
+
+GROUPABLE = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe",
+    "granitemoeshared", "phimoe", "dots1", "ernie4_5_moe", "minimax_m2", "hunyuan_v1_moe", "qwen3_next",
+    "qwen3_5_moe_text", "jamba", "granitemoehybrid", "lfm2_moe", "minimax",
+)  # fmt: skip
+READS = "the backward of a layer reads what its experts gave"
+REFUSED = {
+    "flex_olmo": READS,
+    "afmoe": READS,
+    "llama4_text": "Llama4TextExperts is none of the fused experts of transformers",
+    "jetmoe": "JetMoeParallelExperts is none of the fused experts of transformers",
+    "llama": "no layer has experts",
+    "dbrx": "no layer has experts",  # whose matrices are stacked into flat ones, by a module of their own
+}
+DEFAULT = ("mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")
+"""Plain; biases and other dimensions; dense layers, shared experts and chosen groups; a gated shared expert."""
+RELATIVE = 5e-6
+"""Of a gradient, to its own largest element, or of a router's to that of all: 2e-6 measured. See test_experts.py."""
+CHOICES = ("num_experts_per_tok", "moe_k", "moe_topk")
+
+
+def beyond(ours: Result, theirs: Result) -> dict[str, float]:
+    """Tensors that differ by more than rounding."""
+    found = {}
+    for name, difference in differences(ours, theirs).items():
+        tensor = theirs.gradients.get(name)
+        largest = float(theirs.loss if tensor is None else tensor.abs().max())
+        if difference > RELATIVE * largest:
+            found[name] = difference / largest
+    return found
+
+
+def grouped_against_whole(variant: str) -> None:
+    fields = VARIANTS[variant]
+    key = next((k for k in CHOICES if k in fields), CHOICES[0])
+    single = {"n_group": 1, "topk_group": 1} if "n_group" in fields else {}  # three choices need all experts at hand
+    for groups, overrides in ((2, {}), (4, {}), (3, {key: 3} | single)):
+        config, attention = config_of(variant, **overrides), attention_of(variant)
+        model = reference_model(config, attention=attention)
+        batches = make_batches(2, packed=groups == 2 and variant in DEFAULT)
+        streamed = Streamed(model, config=config, attention=attention, groups=groups)
+        assert any(g is not None for g in streamed.groups)
+        ours = streamed.step(batches)
+        assert beyond(ours, run_reference(model, batches)) == {}, groups
+        if groups == 2:
+            whole = Streamed(model, config=config, attention=attention)
+            assert torch.equal(streamed.evaluate(batches[0])[0], whole.evaluate(batches[0])[0])
+
+
+@pytest.mark.parametrize("variant", DEFAULT)
+def test_family_in_groups(variant: str) -> None:
+    grouped_against_whole(variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [v for v in GROUPABLE if v not in DEFAULT])
+def test_every_other_family_in_groups(variant: str) -> None:
+    grouped_against_whole(variant)
+
+
+@pytest.mark.parametrize("variant", GROUPABLE)
+def test_families_that_can(variant: str) -> None:
+    spec = Streamed(
+        reference_model(config_of(variant), attention=attention_of(variant)),
+        config=config_of(variant),
+        attention=attention_of(variant),
+    )
+    assert isinstance(spec.model.grouping, Grouping)
+    assert spec.model.grouping.count == 4
+
+
+@pytest.mark.parametrize("variant", REFUSED)
+def test_others_are_refused_by_name_and_run_whole(variant: str) -> None:
+    config, attention = config_of(variant), attention_of(variant)
+    model = reference_model(config, attention=attention)
+    whole = Streamed(model, config=config, attention=attention)
+    assert isinstance(whole.model.grouping, NotGroupable)
+    assert REFUSED[variant] in str(whole.model.grouping)
+    assert whole.model.sizes.experts is None
+    with pytest.raises(NotGroupable):
+        whole.model.divide_experts(2)
+    batches = make_batches(1)
+    assert differences(whole.step(batches), run_reference(model, batches)) == {}
+
+
+DRAWS = {"mixtral": {"attention_dropout": 0.2, "router_jitter_noise": 0.1}, "qwen3_moe": {"attention_dropout": 0.2}}
+
+
+@pytest.mark.parametrize("variant", DRAWS)
+def test_what_is_run_twice_drops_the_same(variant: str) -> None:
+    """One micro-batch: the layer up to its experts, and again, draw what the layer in one piece draws."""
+    config, attention = config_of(variant, **DRAWS[variant]), attention_of(variant)
+    model = reference_model(config, attention=attention, training=True)
+    batches, found = make_batches(1), []
+    for groups in (0, 2):
+        torch.manual_seed(3)
+        one = Streamed(model, config=config, attention=attention, training=True, groups=groups)
+        assert one.model.stochastic
+        torch.manual_seed(4)
+        found.append(one.step(batches))
+    assert beyond(found[1], found[0]) == {}
+    torch.manual_seed(5)
+    assert beyond(one.step(batches), found[0])
