@@ -55,7 +55,7 @@ SPECIAL: dict[str, dict[str, object]] = {
     "mixtral": {"num_local_experts": 5, "sliding_window": None},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 3},  # biases, of other dimensions
 }
-"""Heads of other kinds, see test_sliced.py, and experts, see test_experts.py."""
+"""Heads of other kinds, see test_sliced.py, and experts, see test_streamed_experts.py."""
 
 
 def config_of(name: str) -> PretrainedConfig:
