@@ -118,11 +118,17 @@ def measure(case: Case) -> dict[str, Any]:
             "data: {train: synthetic, packing: false}\noutput: {dir: unused}\n"
         )
         recipe = load_recipe(str(path), overrides=[WORDS.get(s, s) for s in case.settings])
+    phases = {"imports": _resident()}
     planned = plan_run(recipe, config=read_config(recipe))
     plan = planned.plan
+    phases["plan"] = _resident()
     rooms = build_rooms(planned, fill=fill_synthetic)
+    phases["store"] = _resident()
     setup = Bench(rooms, random_tokens(planned), recipe.train.max_grad_norm)
-    losses = [step.loss for step in run_steps(setup, count=STEPS)]
+    losses = []
+    for number in range(1, STEPS + 1):
+        losses += [step.loss for step in run_steps(setup, count=1, first=number - 1)]
+        phases[f"step {number}"] = _resident()
     rooms.worker.drain()
     planned.device.synchronize()
     reserved, allocated = _device_peaks(planned.device)
@@ -132,7 +138,10 @@ def measure(case: Case) -> dict[str, Any]:
         "params": planned.model.sizes.params_total,
         "plan": {
             name: getattr(plan, name)
-            for name in ("micro_batch", "micro_batches", "seq_len", "slots", "activations", "resident", "kept")
+            for name in (
+                *("micro_batch", "micro_batches", "seq_len", "slots", "activations", "resident", "kept"),
+                *("attention", "head_slices", "expert_groups"),
+            )
         },
         "planned_device": plan.device_total,
         "measured_device_reserved": reserved,
@@ -140,8 +149,16 @@ def measure(case: Case) -> dict[str, Any]:
         "planned_host": plan.host_total - plan.host.get("left to the system", 0),
         "measured_host": host_peak_bytes(),
         "by_purpose": {"device": plan.device, "host": plan.host},
+        "phases": phases,
         "losses": losses,
     }
+
+
+def _resident() -> dict[str, int]:
+    """Resident memory of this process by kind, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    found = (line.split() for line in lines if line.startswith(("RssAnon", "RssFile", "RssShmem")))
+    return {words[0].rstrip(":"): int(words[1]) << 10 for words in found}
 
 
 def _device_peaks(device: Any) -> tuple[int | None, int | None]:

@@ -28,6 +28,9 @@ class Cut:
     kept: int = 0
     head_slices: int = 0
     embedding_rows: int = 0
+    attention: str = ""
+    attention_bytes: int = 0
+    attention_buffers: int = 0
 
 
 def unit(name: str, elems: int, params: int) -> UnitSizes:

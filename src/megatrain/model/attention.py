@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from megatrain.model.batch import MicroBatch
-from megatrain.model.kept_attention import attention_kept, document_mask
+from megatrain.model.kept_attention import LSE_BYTES, attention_kept, document_mask
 from megatrain.model.stubs import LayerCall
 
 VARLEN = "megatrain_varlen"
@@ -73,11 +73,20 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+class AttentionCall(NamedTuple):
+    """A module that asked for attention here."""
+
+    module: nn.Module
+    heads: int
+    sizes: tuple[int, ...]  # of a head: query, key and value
+    plain: bool  # nothing was asked for that the kernel has not
+
+
 class _Current:
-    """The documents of the pass that runs now, and (while a trial watches) the modules that asked for attention."""
+    """The documents of the pass that runs now, and (while a trial watches) the calls that were made."""
 
     documents: Documents | None = None
-    seen: list[tuple[nn.Module, tuple[int, ...], bool]] | None = None
+    seen: list[AttentionCall] | None = None
     must_allow_groups = False  # before PyTorch 2.12 grouped heads needed no permission
 
 
@@ -90,8 +99,8 @@ def use_documents(documents: Documents | None) -> None:
 
 
 @contextmanager
-def watch_attention() -> Iterator[list[tuple[nn.Module, tuple[int, ...], bool]]]:
-    """Collects (module, head sizes of query, key and value, plain) of every call of this attention."""
+def watch_attention() -> Iterator[list[AttentionCall]]:
+    """Collects every call of this attention."""
     _CURRENT.seen = []
     try:
         yield _CURRENT.seen
@@ -115,7 +124,7 @@ def varlen_attention(
     if _CURRENT.seen is not None:
         odd = ("softcap", "s_aux", "sinks", "position_bias")
         plain = attention_mask is None and dropout == 0.0 and all(kwargs.get(k) is None for k in odd)
-        _CURRENT.seen.append((module, (size, key.shape[-1], value.shape[-1]), plain))
+        _CURRENT.seen.append(AttentionCall(module, heads, (size, key.shape[-1], value.shape[-1]), plain))
     documents = _CURRENT.documents
     if documents is not None and documents.whole_rows and getattr(module, _WINDOW_ATTRIBUTE) == CAUSAL:
         documents = None
@@ -221,7 +230,7 @@ def set_windows(
     layers: Sequence[nn.Module],
     *,
     windows: Sequence[Window | None],
-    seen: Sequence[tuple[nn.Module, tuple[int, ...], bool]],
+    seen: Sequence[AttentionCall],
     training: bool,
 ) -> bool:
     """Tell each attention module its window. False if a layer with a mask does not come here for its attention.
@@ -231,9 +240,9 @@ def set_windows(
     from torch.nn.attention.varlen import varlen_attn
 
     _CURRENT.must_allow_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    calls: dict[int, list[tuple[tuple[int, ...], bool]]] = {}
-    for module, sizes, plain in seen:
-        calls.setdefault(id(module), []).append((sizes, plain))
+    calls: dict[int, list[AttentionCall]] = {}
+    for call in seen:
+        calls.setdefault(id(call.module), []).append(call)
     for layer, window in zip(layers, windows, strict=True):
         inside = [m for m in layer.modules() if id(m) in calls]
         if window is None:
@@ -241,15 +250,30 @@ def set_windows(
                 return False
             continue
         usable = all(
-            plain and len(set(sizes)) == 1 and sizes[0] % 8 == 0 and sizes[0] <= 256
+            call.plain and len(set(call.sizes)) == 1 and call.sizes[0] % 8 == 0 and call.sizes[0] <= 256
             for m in inside
-            for sizes, plain in calls[id(m)]
+            for call in calls[id(m)]
         )
         if not inside or not usable or (training and any(_drops(m) for m in inside)):
             return False
         for module in inside:
             setattr(module, _WINDOW_ATTRIBUTE, window)
     return True
+
+
+def kept_bytes_per_token(layers: Sequence[nn.Module], *, calls: Sequence[AttentionCall], itemsize: int) -> int:
+    """What attention gives of a token in one layer, at most; 0 if it cannot be kept (kept_attention.py).
+
+    calls: of two passes through every layer. More than one a layer and pass is more than a store keeps.
+    """
+    most = 0
+    for layer in layers:
+        inside = {id(module) for module in layer.modules()}
+        mine = [call for call in calls if id(call.module) in inside]
+        if len(mine) > 2:
+            return 0
+        most = max([most, *(call.heads * (call.sizes[-1] * itemsize + LSE_BYTES) for call in mine)])
+    return most
 
 
 def _drops(module: nn.Module) -> bool:

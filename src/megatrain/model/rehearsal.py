@@ -38,6 +38,7 @@ class Rehearsal:
     unused: frozenset[str]
     unread: frozenset[str]  # weights whose product nobody reads when the layer is recomputed
     saved_bytes: int
+    widest_bytes: int  # what the widest product takes in
     bias_has_gradient: bool
     experts_read: bool = False  # with stand-ins for experts: autograd keeps something that depends on what they give
 
@@ -91,6 +92,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, labels: Labels) -> None:
         super().__init__()
         self.bias_has_gradient = False
+        self.widest_bytes = 0
         self._labels = labels
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,6 +102,8 @@ class _Watch(TorchFunctionMode):
             learned = bias is not None and bias.requires_grad
             self.bias_has_gradient |= learned
             return _apply(_Attention, *args[:3], bias if learned else None)
+        if func in (F.linear, torch._grouped_mm):
+            self.widest_bytes = max(self.widest_bytes, args[0].numel() * args[0].element_size())
         if func is F.linear:
             bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
             out = _apply(_Product, args[0], args[1], args[1].shape[0])
@@ -173,6 +177,7 @@ class Rehearsals:
             unused=frozenset(trainable) - reached(outputs, leaves=trainable),
             unread=labels.unread(trainable),
             saved_bytes=saved,
+            widest_bytes=watch.widest_bytes,
             bias_has_gradient=watch.bias_has_gradient,
             experts_read=experts is not None and not labels.unread({"experts": marker}),
         )

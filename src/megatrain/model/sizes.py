@@ -24,10 +24,12 @@ def model_sizes(
     anatomy: Anatomy,
     hidden_shape: tuple[int, ...],
     saved_bytes_per_token: int,
+    widest_bytes_per_token: int,
+    attention_bytes_per_token: int,
     slicing: Slicing | None,
     grouping: Grouping | None,
 ) -> ModelSizes:
-    """hidden_shape: of one token, [1, 1, D] or [A, 1, 1, D]; saved_bytes_per_token: see rehearsal.py."""
+    """hidden_shape: of one token, [1, 1, D] or [A, 1, 1, D]; the bytes per token: see ModelSizes."""
     entries = [e for unit in anatomy.units for e in unit.layout.entries]
     numel = torch.Size(hidden_shape).numel()
     experts, chosen = _experts(spec.config)
@@ -42,6 +44,8 @@ def model_sizes(
         params_trainable=sum(e.numel for e in entries if e.trainable),
         params_active=sum(_active(e, experts=experts, chosen=chosen) for e in entries if e.trainable),
         saved_bytes_per_token=saved_bytes_per_token,
+        widest_bytes_per_token=widest_bytes_per_token,
+        attention_bytes_per_token=attention_bytes_per_token,
         config_hash=_hash(spec),
         slicing=None if slicing is None else _slices(slicing, anatomy=anatomy),
         experts=None if grouping is None else _groupable(grouping, anatomy=anatomy, chosen=chosen),

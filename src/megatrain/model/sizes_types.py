@@ -47,6 +47,8 @@ class ModelSizes:
     """`saved_bytes_per_token`: what autograd keeps for the backward of the hungriest layer, weights excluded.
 
     It counts memory that grows with the tokens; attention matrices (eager attention, dense masks) are extra.
+    `widest_bytes_per_token`: what the widest product of a layer takes in. `attention_bytes_per_token`: what the
+    attention of a layer gives, output and log-sum-exp, where that can wait for the backward; else 0.
     """
 
     stem: UnitSizes
@@ -62,6 +64,8 @@ class ModelSizes:
     config_hash: str
     slicing: SliceSizes | None = None  # None: head and embedding can only come whole
     experts: ExpertSizes | None = None  # None: there are none, or they can only come with their layer
+    widest_bytes_per_token: int = 0
+    attention_bytes_per_token: int = 0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from megatrain.model.attention import (
     VARLEN,
     Documents,
     Window,
+    kept_bytes_per_token,
     set_windows,
     trial_config,
     use_documents,
@@ -352,9 +353,17 @@ class StreamedModel:
             anatomy=self.anatomy,
             hidden_shape=self._trial.hidden_shape,
             saved_bytes_per_token=self._trial.saved_bytes_per_token,
+            widest_bytes_per_token=self._trial.widest_bytes_per_token,
+            attention_bytes_per_token=self._attention_bytes_per_token(),
             slicing=self.slicing,
             grouping=self.grouping if isinstance(self.grouping, Grouping) else None,
         )
+
+    def _attention_bytes_per_token(self) -> int:
+        if self.attention != VARLEN:
+            return 0
+        calls, layers = self._trial.attention_calls, self._found.layers
+        return kept_bytes_per_token(layers, calls=calls, itemsize=self.spec.precision.itemsize)
 
     @property
     def aux_coefficient(self) -> float:

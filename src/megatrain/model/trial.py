@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megatrain.model.anatomy_of import Parts, hollow
-from megatrain.model.attention import watch_attention
+from megatrain.model.attention import AttentionCall, watch_attention
 from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
 from megatrain.model.foreign import models_may_fail
 from megatrain.model.graphs import depends_on, reached
@@ -33,7 +33,7 @@ class Trial:
     """What the trial pass found."""
 
     base: Callable[..., Any]  # the module whose forward holds the loop over the layers
-    attention_calls: tuple[tuple[nn.Module, tuple[int, ...], bool], ...]  # of our own attention, see attention.py
+    attention_calls: tuple[AttentionCall, ...]  # of our own attention, two of every layer that comes to it
     flags: dict[str, bool]  # given with every call: no cache, no router logits (ours are taken at the layers)
     router: RouterLoss | None  # None: the model has no router loss, or the config has it off
     tap: RouterTap
@@ -46,7 +46,8 @@ class Trial:
     unused_in_layers: tuple[frozenset[str], ...]
     unread_in_layers: tuple[frozenset[str], ...]  # see unread.py; empty where the first forward runs with a graph
     hidden_shape: tuple[int, ...]  # of one row of one token: [1, 1, D], or [A, 1, 1, D]
-    saved_bytes_per_token: int
+    saved_bytes_per_token: int  # see ModelSizes
+    widest_bytes_per_token: int
 
 
 @models_may_fail
@@ -106,10 +107,14 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder,
         unused_in_layers=tuple(r.unused for r in short),
         unread_in_layers=tuple(frozenset() if r.bias_has_gradient else r.unread for r in short),
         hidden_shape=tuple(hidden_shape),
-        saved_bytes_per_token=max(
-            -(-(b.saved_bytes - a.saved_bytes) // (LONG - SHORT)) for a, b in zip(short, long, strict=True)
-        ),
+        saved_bytes_per_token=_most_per_token([r.saved_bytes for r in short], [r.saved_bytes for r in long]),
+        widest_bytes_per_token=_most_per_token([r.widest_bytes for r in short], [r.widest_bytes for r in long]),
     )
+
+
+def _most_per_token(short: Sequence[int], long: Sequence[int]) -> int:
+    """Bytes that a token adds in the layer where it adds most."""
+    return max(-(-(b - a) // (LONG - SHORT)) for a, b in zip(short, long, strict=True))
 
 
 def _find_return_form(recorder: Recorder, stem: Callable[[], list[LayerCall]]) -> list[LayerCall]:
@@ -210,16 +215,14 @@ def _rehearse(
     return shown
 
 
-def _mirrored(
-    seen: Sequence[tuple[nn.Module, tuple[int, ...], bool]], *, found: LayerList, of: Sequence[int]
-) -> Iterator[tuple[nn.Module, tuple[int, ...], bool]]:
+def _mirrored(seen: Sequence[AttentionCall], *, found: LayerList, of: Sequence[int]) -> Iterator[AttentionCall]:
     """The attention calls of layers that another one, `of` each, was rehearsed for."""
     for index, other in enumerate(of):
         if other != index:
             paths = {id(module): path for path, module in found.layers[other].named_modules()}
-            for module, sizes, plain in seen:
-                if id(module) in paths:
-                    yield found.layers[index].get_submodule(paths[id(module)]), sizes, plain
+            for call in seen:
+                if id(call.module) in paths:
+                    yield call._replace(module=found.layers[index].get_submodule(paths[id(call.module)]))
 
 
 def _stochastic(model: Any, found: LayerList) -> bool:

@@ -24,15 +24,23 @@ HEAD_SHARE = 0.1
 """The share of the device that the head may take, or what a layer's backward takes if that is more: they alternate."""
 CHUNK_LOGIT_BYTES = 8
 """Per bf16 logit of a chunk at the peak: as computed, in fp32, and its gradient."""
+COMPILED_LOGIT_BYTES = 4
+"""The same where the loss is compiled: as computed, and its gradient."""
 WHOLE_LOGIT_BYTES = 16
 """In fp32, and where one chunk takes all rows, the loss is PyTorch's own, with log-softmax kept for the backward."""
 RECOMPUTE_FACTOR = 1.5
 """Peak of one layer's backward over what autograd saved for it: 1.41 to 1.45 measured for Llama and Qwen2 layers."""
-COMPILED_FACTOR = 1.25
-"""The same of a compiled layer, over what autograd would have saved: 0.91 to 1.07 of allocated memory measured on an
-H200, 1.04 to 1.29 of what PyTorch's pool took for it (Qwen2.5 3B and 7B layers, 11k and 16k tokens)."""
 COMPILED_KEPT = 0.65
-"""What a kept graph of a compiled layer holds over what autograd would have saved: 0.62 measured there."""
+"""What a kept graph of a compiled layer holds over what autograd would have saved: 0.60 to 0.66 measured on an H200
+(Qwen2.5 0.5B to 7B and Llama 8B layers)."""
+COMPILED_WIDEST = 6
+"""Tensors as wide as the widest product's input that a compiled layer's backward holds at its peak, which is that of a
+gated MLP: both projections and their gradients, what goes into the down projection and its gradient."""
+COMPILED_BEYOND = 2
+"""Where the graph itself is more: gradients of that width beside it."""
+POOL_SHARE = 0.125
+"""Of what compiled layers' backward takes, what PyTorch's pool takes beyond it: 0.02 to 0.2 measured there. (Of layers
+that are not compiled RECOMPUTE_FACTOR has some of it.)"""
 LOAD_BUFFERS = 2
 """Inputs on their way back to the device when activations wait in host memory."""
 SENDS_IN_FLIGHT = 2
@@ -64,6 +72,9 @@ class MemoryPlan:
     kept: int = 0  # layers, from the last, whose forward keeps its graph for the backward
     head_slices: int = 0  # the head comes in so many slices, and the embedding as rows; 0: both whole
     embedding_rows: int = 0  # with slices: the most distinct tokens of a step
+    attention: str = ""  # what attention gave waits for the backward on the "device" or the "host"; "": recomputed
+    attention_bytes: int = 0  # of one layer and micro-batch, at most
+    attention_buffers: int = 0  # of it on its way back; 0 unless it waits on the host
     expert_groups: int = 0  # a layer's experts come in at most so many groups; 0: with their layer
 
     @property
@@ -85,7 +96,7 @@ class MemoryPlan:
     @property
     def pinned_bytes(self) -> int:
         """What the device copies from and to, and is to be page-locked."""
-        wanted = ("weights as streamed", "gradients", "activations", "embedding rows")
+        wanted = ("weights as streamed", "gradients", "activations", "attention outputs", "embedding rows")
         return sum(self.host.get(purpose, 0) for purpose in wanted)
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,6 +148,8 @@ def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
     host = host_bytes(sizes, moment_bytes=terms.moment_bytes)
     if chosen.activations == "host":
         host["activations"] = _waiting_rows(chosen, sizes=sizes) * footprint(chosen.input_bytes, pinned=True)
+    if chosen.attention == "host":
+        host["attention outputs"] = _waiting_rows(chosen, sizes=sizes) * footprint(chosen.attention_bytes, pinned=True)
     ends = sliced_ends(chosen, sizes=sizes)
     if ends is not None:
         host["embedding rows"] = footprint(ends.row_block_bytes, pinned=True)
@@ -200,8 +213,12 @@ def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
         "gradient buffers": chosen.grad_buffers * layer_bytes,
         "hidden states": 2 * chosen.micro_batches * chosen.input_bytes,
         "activations": _device_inputs(chosen, sizes=sizes),
-        "one layer's backward or the head": _transient_bytes(chosen, terms=terms),
+        "one layer's backward or the head": (passing := _transient_bytes(chosen, terms=terms)),
     }
+    if terms.compiled:
+        table["PyTorch's pool beyond what is in use"] = int(POOL_SHARE * passing)
+    if chosen.attention:
+        table["attention outputs"] = _device_attention(chosen, sizes=sizes)
     if ends:
         table["slices of the head"] = ends.places + ends.tables
     if experts:
@@ -221,6 +238,13 @@ def _device_inputs(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
     if chosen.activations == "device":
         return _waiting_rows(chosen, sizes=sizes) * chosen.input_bytes
     return (chosen.load_buffers + SENDS_IN_FLIGHT) * chosen.input_bytes
+
+
+def _device_attention(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
+    """A layer whose graph is kept holds its own."""
+    if chosen.attention == "device":
+        return (len(sizes.layers) - chosen.kept) * chosen.micro_batches * chosen.attention_bytes
+    return (chosen.attention_buffers + SENDS_IN_FLIGHT) * chosen.attention_bytes
 
 
 def _resident_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
@@ -257,7 +281,7 @@ def _transient_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
     """A layer's recompute, the head's logits and the embedding's gradient never exist at the same time."""
     sizes = terms.sizes
     ends = sliced_ends(chosen, sizes=sizes)
-    head = _head_bytes(chosen, sizes=sizes, chunk=chosen.head_chunk)
+    head = _head_bytes(chosen, terms=terms, chunk=chosen.head_chunk)
     if ends is not None:
         tokens = chosen.micro_batch * chosen.seq_len
         head = ends.head_bytes(
@@ -282,15 +306,18 @@ def _backward_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
         group = experts.known.expert_bytes_per_token * tokens
         own = largest(experts.layers).param_bytes
         return max(int(RECOMPUTE_FACTOR * layer) + own, int(RECOMPUTE_FACTOR * group) + experts.group_bytes)
-    saved = terms.sizes.saved_bytes_per_token * tokens
-    factor = COMPILED_FACTOR if terms.compiled else RECOMPUTE_FACTOR
-    return int(factor * saved) + largest(terms.sizes.layers).param_bytes
+    saved, widest = terms.sizes.saved_bytes_per_token, terms.sizes.widest_bytes_per_token
+    held = max(COMPILED_WIDEST * widest, COMPILED_KEPT * saved + COMPILED_BEYOND * widest)
+    each = held if terms.compiled else RECOMPUTE_FACTOR * saved
+    return int(each * tokens) + largest(terms.sizes.layers).param_bytes
 
 
-def _head_bytes(chosen: MemoryPlan, *, sizes: ModelSizes, chunk: int) -> int:
+def _head_bytes(chosen: MemoryPlan, *, terms: Terms, chunk: int) -> int:
+    sizes = terms.sizes
     tokens = chosen.micro_batch * chosen.seq_len
     in_bf16 = sizes.stem.bf16_elems > 0
-    logits = chunk * CHUNK_LOGIT_BYTES if tokens > chunk and in_bf16 else min(tokens, chunk) * WHOLE_LOGIT_BYTES
+    each = COMPILED_LOGIT_BYTES if terms.compiled else CHUNK_LOGIT_BYTES
+    logits = chunk * each if tokens > chunk and in_bf16 else min(tokens, chunk) * WHOLE_LOGIT_BYTES
     return logits * sizes.vocab_size + max(sizes.stem.param_bytes, sizes.tail.param_bytes)
 
 
@@ -304,7 +331,7 @@ def _head_chunk(chosen: MemoryPlan, *, terms: Terms) -> int:
         most = max(room * HEAD_SHARE, _backward_bytes(chosen, terms=terms) - fixed)
         sliced = (c for c in SLICED_CHUNKS if ends.chunk_bytes(c, logit_bytes=_logit_bytes(sizes)) <= most)
         return next(sliced, SLICED_CHUNKS[-1])
-    fitting = (chunk for chunk in HEAD_CHUNKS if _head_bytes(chosen, sizes=sizes, chunk=chunk) <= most)
+    fitting = (chunk for chunk in HEAD_CHUNKS if _head_bytes(chosen, terms=terms, chunk=chunk) <= most)
     return next(fitting, HEAD_CHUNKS[-1])
 
 

@@ -10,7 +10,7 @@ from megatrain.plan.words import gib
 
 def explain(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     """One sentence a decision."""
-    told = (_cut, _activations, _residency, _groups)
+    told = (_cut, _activations, _attention, _residency, _groups)
     parts = (*(one(plan, job=job) for one in told), _slices(plan), _bounds(plan))
     return tuple(sentence for part in parts for sentence in part)
 
@@ -41,6 +41,13 @@ def _activations(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     size = gib(plan.host.get("activations", 0))
     reason = "as memory.activations says" if job.memory.activations == "host" else "the device has no room for them"
     return (f"the inputs of the {layers} layers wait in host memory ({size}): {reason}",)
+
+
+def _attention(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
+    if not plan.attention:
+        return ()
+    table, where = (plan.device, "on the device") if plan.attention == "device" else (plan.host, "in host memory")
+    return (f"what attention gave waits {where} ({gib(table['attention outputs'])}), so that it is not recomputed",)
 
 
 def _residency(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:

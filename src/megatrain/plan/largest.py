@@ -83,6 +83,8 @@ def scaled(sizes: ModelSizes, scale: float) -> ModelSizes:
         params_trainable=total,
         params_active=round(total * share),
         saved_bytes_per_token=round(sizes.saved_bytes_per_token * scale),
+        widest_bytes_per_token=round(sizes.widest_bytes_per_token * scale),
+        attention_bytes_per_token=round(sizes.attention_bytes_per_token * scale),
         slicing=None if sizes.slicing is None else _narrower(sizes.slicing, scale),
         experts=None if sizes.experts is None else _smaller(sizes.experts, scale, layers=count),
     )

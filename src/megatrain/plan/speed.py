@@ -24,6 +24,7 @@ from typing import Any
 
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
 from megatrain.plan.accounting import MemoryPlan, sliced_ends
+from megatrain.plan.attention import head_params, layer_params
 from megatrain.plan.rates import Rates
 from megatrain.plan.slices import HEAD_PLACES
 
@@ -96,7 +97,7 @@ def step_flops(sizes: ModelSizes, *, tokens: int, seq_len: float) -> float:
     """FLOP of one step as a rate in TFLOP/s or an MFU counts them: 6 per multiplied parameter and token, plus
     6 x layers x sequence x hidden a token for causal attention. Nothing that is recomputed."""
     attention = len(sizes.layers) * seq_len * sizes.hidden_numel_per_token
-    return 6.0 * (_layer_params(sizes) + _head_params(sizes) + attention) * tokens
+    return 6.0 * (layer_params(sizes) + head_params(sizes) + attention) * tokens
 
 
 def estimate(sizes: ModelSizes, *, plan: MemoryPlan, rates: Rates, tokens: int, moment_bytes: int = 4) -> SpeedEstimate:
@@ -155,7 +156,7 @@ class _Work:
     def __init__(self, sizes: ModelSizes, *, plan: MemoryPlan, rates: Rates, tokens: int) -> None:
         self._sizes, self._plan, self._rates, self._tokens = sizes, plan, rates, tokens
         layers = len(sizes.layers)
-        self._products_s = 2.0 * _layer_params(sizes) * tokens / rates.matmul_flops  # of one forward
+        self._products_s = 2.0 * layer_params(sizes) * tokens / rates.matmul_flops  # of one forward
         attention = 2.0 * tokens * plan.seq_len * sizes.hidden_numel_per_token * layers
         self._attention_s = attention / rates.attention_flops
         self._traffic_s = sizes.saved_bytes_per_token * tokens * layers / rates.device_bytes
@@ -164,9 +165,8 @@ class _Work:
         return self._products_s + self._attention_s + FORWARD_TRAFFIC * self._traffic_s
 
     def recompute_s(self) -> float:
-        return self._repeated() * (
-            RECOMPUTE_SHARE * self._products_s + self._attention_s + FORWARD_TRAFFIC * self._traffic_s
-        )
+        attention_s = 0.0 if self._plan.attention else self._attention_s
+        return self._repeated() * (RECOMPUTE_SHARE * self._products_s + attention_s + FORWARD_TRAFFIC * self._traffic_s)
 
     def backward_s(self) -> float:
         own = 2 * self._products_s + ATTENTION_BACKWARD * self._attention_s + BACKWARD_TRAFFIC * self._traffic_s
@@ -180,28 +180,19 @@ class _Work:
     def products_s(self) -> float:
         """Matrix products and attention of the whole step."""
         products = (3 + RECOMPUTE_SHARE * self._repeated()) * self._products_s
-        attention = (1 + ATTENTION_BACKWARD + self._repeated()) * self._attention_s
+        repeated = 0.0 if self._plan.attention else self._repeated()
+        attention = (1 + ATTENTION_BACKWARD + repeated) * self._attention_s
         return products + attention + self._head_products_s()
 
     def _head_products_s(self) -> float:
         """Three products; a head in slices is multiplied once more, for the log-sum-exp."""
         products = 4 if self._plan.head_slices else 3
-        return 2.0 * products * _head_params(self._sizes) * self._tokens / self._rates.matmul_flops
+        return 2.0 * products * head_params(self._sizes) * self._tokens / self._rates.matmul_flops
 
     def _repeated(self) -> float:
         """The share of the layers whose forward is repeated in the backward."""
         layers = len(self._sizes.layers)
         return max(0, layers - self._plan.kept) / layers
-
-
-def _head_params(sizes: ModelSizes) -> int:
-    return sizes.vocab_size * sizes.hidden_numel_per_token
-
-
-def _layer_params(sizes: ModelSizes) -> int:
-    """Parameters of the layers that a token multiplies with: of experts, those it visits."""
-    untied = sizes.tail.elems >= _head_params(sizes)
-    return max(0, sizes.params_active - _head_params(sizes) * (2 if untied else 1))
 
 
 # --- link and optimizer ------------------------------------------------------------------------------------
@@ -225,7 +216,8 @@ def _links(sizes: ModelSizes, *, plan: MemoryPlan, resident: int) -> tuple[_Link
     units = (sizes.stem, *sizes.layers, sizes.tail)[resident:]
     layers = sizes.layers[max(0, resident - 1) :]
     again = layers[: max(0, len(layers) - plan.slots)]  # the last ones are still in their slots at the turn
-    waiting = len(sizes.layers) * plan.micro_batches * plan.input_bytes if plan.load_buffers else 0
+    each = (plan.input_bytes if plan.load_buffers else 0) + (plan.attention_bytes if plan.attention_buffers else 0)
+    waiting = len(sizes.layers) * plan.micro_batches * each
     ends, head = sliced_ends(plan, sizes=sizes), 0
     into, out = sum(u.streamed_bytes for u in units), sum(u.param_bytes for u in units)
     if ends is not None:  # the embedding comes and goes as rows; a tied head goes home whole beside them

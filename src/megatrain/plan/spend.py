@@ -1,6 +1,6 @@
-"""What device memory is spent on once the step is cut: units that stay there, then graphs that are kept.
+"""What spare memory is spent on once the step is cut: units that stay on the device, attention and graphs kept.
 
-In this order, each as far as it fits:
+Of the device, in this order, each as far as it fits:
 
 1. *resident units*, those needed first first: the stem, layer 0, 1, ..., at last the tail. Their weights, masters,
    moments and gradients stay on the device and are updated there, so nothing of them crosses the link in a step and
@@ -8,7 +8,10 @@ In this order, each as far as it fits:
 2. when all units are resident, *kept layers*, from the last: the forward's graph of every micro-batch waits for the
    backward, which then recomputes nothing.
 
-The micro-batch is never made smaller for it. Neither changes a bit of the result, but that a compiled layer's forward
+Where rows are long, what attention gave is kept too (plan/attention.py): on the device if all units stay there and it
+fits, else on the host, else on the device instead of some units.
+
+The micro-batch is never made smaller for it. None of it changes a bit of the result, but that a compiled forward
 with a graph is another program than one without: so a run that goes on keeps as many graphs as it kept before.
 """
 
@@ -18,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megatrain.plan.accounting import MemoryPlan, account
+from megatrain.plan.attention import with_attention, worth
 from megatrain.plan.job import Job
 
 SPEND_SHARE = 0.95
@@ -25,7 +29,24 @@ SPEND_SHARE = 0.95
 
 
 def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
-    """`chosen`, which fits, with as much of the device's spare memory used as does good."""
+    """`chosen`, which fits, with as much of the spare memory used as does good."""
+    plain = _stay(chosen, job=job)
+    before = None if job.resumed is None else bool(job.resumed.attention)
+    if chosen.expert_groups or before is False or not (before or worth(job)):
+        return plain
+    if plain.kept == len(job.sizes.layers):  # nothing is recomputed
+        return plain
+    device, host = (
+        _stay(kept, job=job) if (kept := with_attention(chosen, job=job, where=where)).fits else None
+        for where in ("device", "host")
+    )
+    if device is not None and (host is None or device.resident >= len(job.sizes.layers) + 2):
+        return device
+    return host if host is not None and host.host_total <= host.host_limit.bytes * SPEND_SHARE else device or plain
+
+
+def _stay(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
+    """With units and graphs kept on the device."""
     if not job.can_reside:
         return chosen
     if chosen.head_slices or chosen.expert_groups:  # memory is short; and what stays is whole
@@ -47,7 +68,7 @@ def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
             break
     else:
         count = _most(layers, fits=lambda n: fits(resident(n)))
-    if count < units or chosen.load_buffers:
+    if count < units or chosen.load_buffers or chosen.attention_buffers:
         return resident(count) if count else chosen
     most = min(layers, job.resumed.kept) if job.resumed else layers
     kept = _most(most, fits=lambda n: fits(_with(chosen, job=job, resident=count, kept=n)))

@@ -17,7 +17,6 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from megatrain.data.loader import Loader
 from megatrain.data.prepare import Prepared
 from megatrain.errors import DeviceError
-from megatrain.host.arena import footprint
 from megatrain.host.initial import init_random
 from megatrain.host.store import HostStore
 from megatrain.host.weights import fetch, load_pretrained
@@ -29,7 +28,6 @@ from megatrain.optim.kernel import load_kernel
 from megatrain.optim.kernel.on_device import NAME, SOURCE, DeviceKernel
 from megatrain.optim.threads import optimizer_threads
 from megatrain.optim.worker import OptimizerWorker
-from megatrain.plan.accounting import sliced_ends
 from megatrain.plan.cutting import attempt
 from megatrain.plan.hardware import DeviceMemory, read_host_memory, read_page_lock
 from megatrain.plan.job import CONTEXT_BYTES, MOMENT_BYTES, Job, Limits, Settings
@@ -147,15 +145,12 @@ def build_rooms(
     long after it was raised is given up between two layers. Raises DoesNotFit.
     """
     chosen, model = planned.plan, planned.model
-    row_bytes = footprint(chosen.input_bytes, pinned=True)
-    stored_rows = len(model.anatomy.layers) * chosen.micro_batches if chosen.load_buffers else 0
-    ends = sliced_ends(chosen, sizes=model.sizes)
-    embedding_rows = footprint(ends.row_block_bytes, pinned=True) if ends else 0
+    rows = ("activations", "attention outputs", "embedding rows")
     store = HostStore.allocate(
         model.anatomy,
         pin=planned.on_cuda,
         threads=chosen.threads,
-        extra_pinned_bytes=stored_rows * row_bytes + embedding_rows,
+        extra_pinned_bytes=sum(chosen.host.get(purpose, 0) for purpose in rows),
         moments=moments_of(planned.recipe),
     )
     fill(store)
@@ -194,6 +189,8 @@ def build_executor(
             kept=chosen.kept,
             head_slices=chosen.head_slices,
             embedding_rows=chosen.embedding_rows,
+            attention_bytes=chosen.attention_bytes,
+            attention_buffers=chosen.attention_buffers,
             expert_groups=chosen.expert_groups,
         ),
         updates=worker if stop is None else PolledUpdates(worker, stop=stop),
