@@ -53,6 +53,16 @@ CASES = (
     _case("8B, 6 layers, 4k, bf16 moments", "llama-3.1-8b", 6, "data.max_seq_len=4096", "train.batch_size=8", "BF16"),
     _case("8B, 6 layers, 4k, 24 GiB", "llama-3.1-8b", 6, "data.max_seq_len=4096", "train.batch_size=16", "SMALL"),
     _case("14B, 4 layers, 2k", "qwen2.5-14b", 4, "data.max_seq_len=2048", "train.batch_size=16", "memory.vram=32GiB"),
+    _case(
+        "3B, 12 layers, 16k, attention kept", "qwen2.5-3b", 12, "data.max_seq_len=16384", "train.batch_size=4", "SMALL"
+    ),
+    _case("7B, 6 layers, 1k, sliced head", "qwen2.5-7b", 6, "data.max_seq_len=1024", "train.batch_size=64", "TIGHT"),
+    _case(
+        "0.5B tied, 4k, 8 GiB", "qwen2.5-0.5b", 24, "data.max_seq_len=4096", "train.batch_size=8", "memory.vram=8GiB"
+    ),
+    _case(
+        "1.5B tied, 2k, 16 GiB, host", "qwen2.5-1.5b", 28, "data.max_seq_len=2048", "MORE", "HOST", "memory.vram=16GiB"
+    ),
 )
 TINY = (
     _case("tiny tied", "smollm2-135m", 2, "data.max_seq_len=64", "train.batch_size=4"),
@@ -64,6 +74,8 @@ WORDS = {
     "BF16": "optimizer.state=bf16",
     "HOST": "memory.activations=host",
     "SMALL": "memory.vram=24GiB",
+    "TIGHT": "memory.vram=10GiB",
+    "MORE": "train.batch_size=32",
 }
 
 
