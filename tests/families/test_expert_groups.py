@@ -27,7 +27,7 @@ REFUSED = {
 DEFAULT = ("mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")
 """Plain; biases and other dimensions; dense layers, shared experts and chosen groups; a gated shared expert."""
 RELATIVE = 5e-6
-"""Of a gradient, to its own largest element, or of a router's to that of all: 2e-6 measured. See test_streamed_experts.py."""
+"""Of a tensor's largest difference, to its own largest element. For its reasons see test_streamed_experts.py."""
 CHOICES = ("num_experts_per_tok", "moe_k", "moe_topk")
 
 

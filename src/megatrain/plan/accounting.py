@@ -263,7 +263,7 @@ def sliced_ends(chosen: MemoryPlan, *, sizes: ModelSizes) -> SlicedEnds | None:
 
 def grouped_experts(chosen: MemoryPlan, *, sizes: ModelSizes) -> GroupedExperts | None:
     """What experts in groups take; None where they come with their layer."""
-    if not chosen.expert_groups or sizes.experts is None:
+    if sizes.experts is None or not chosen.expert_groups:
         return None
     return GroupedExperts(sizes, sizes.experts, chosen.expert_groups)
 

@@ -51,7 +51,7 @@ def smallest(job: Job) -> MemoryPlan:
     slices = HEAD_SLICES[-1] if _may_slice(job) and not job.resumed else _resumed_slices(job)
     few, *_, many = (_resumed_groups(job), *_group_counts(job), max((0, *_group_counts(job))))
     lasts = [list(cuts(job, slices=slices, groups=groups))[-1] for groups in dict.fromkeys((few, many))]
-    return min(lasts, key=lambda plan: plan.device_total)
+    return lasts[0] if _host_is_short(lasts[0]) else min(lasts, key=lambda plan: plan.device_total)
 
 
 def _host_is_short(chosen: MemoryPlan) -> bool:

@@ -64,7 +64,12 @@ class GroupedExperts:
         return step_tokens * (2 * self.sizes.hidden_bytes_per_token + 4 * width + choice * self.known.chosen)
 
     @property
-    def divided(self) -> tuple[bool, ...]:
-        """Per layer whether it has experts."""
+    def divided(self) -> int:
+        """Layers that have experts."""
         pairs = zip(self.sizes.layers, self.known.rest, strict=True)
-        return tuple(whole.elems > rest.elems for whole, rest in pairs)
+        return sum(whole.elems > rest.elems for whole, rest in pairs)
+
+    @property
+    def active_params(self) -> int:
+        """Of experts, those that a token multiplies with, in all layers."""
+        return self.divided * self.known.chosen * sum(self.known.elems)

@@ -7,6 +7,8 @@ compute    6 FLOP per multiplied parameter and token, plus causal attention (2 T
            nothing), plus what element-wise kernels and gradient sums move through the device's own memory
 link       in: every streamed unit once, layers a second time for the backward unless they are still in a slot;
            out: one gradient per streamed unit. Activations that wait on the host go out and come back in
+groups     where experts come in groups, the rest of a layer runs once more in the forward and in the backward, and the
+           element-wise kernels of experts pass over all choices of all tokens for every group
 optimizer  AdamW's bytes over what the host's memory moves. Resident units are updated on the device instead
 
 The forward hides the update and the fetches, the backward the fetches and the gradients:
@@ -23,8 +25,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
-from megatrain.plan.accounting import MemoryPlan, sliced_ends
+from megatrain.plan.accounting import MemoryPlan, grouped_experts, sliced_ends
 from megatrain.plan.attention import head_params, layer_params
+from megatrain.plan.experts import GROUP_PLACES
 from megatrain.plan.rates import Rates
 from megatrain.plan.slices import HEAD_PLACES
 
@@ -160,16 +163,28 @@ class _Work:
         attention = 2.0 * tokens * plan.seq_len * sizes.hidden_numel_per_token * layers
         self._attention_s = attention / rates.attention_flops
         self._traffic_s = sizes.saved_bytes_per_token * tokens * layers / rates.device_bytes
+        self._rest_products_s = self._rest_s = self._passes_s = 0.0  # with groups: what is run again, up to the experts
+        experts = grouped_experts(plan, sizes=sizes)
+        if experts is not None:
+            rest = max(0, layer_params(sizes) - experts.active_params)
+            self._rest_products_s = 2.0 * rest * tokens / rates.matmul_flops + self._attention_s
+            traffic = FORWARD_TRAFFIC * experts.known.rest_bytes_per_token * tokens * layers / rates.device_bytes
+            self._rest_s = self._rest_products_s + traffic
+            again = (experts.count - 1) * experts.divided * experts.known.expert_bytes_per_token * tokens
+            self._passes_s = again / rates.device_bytes
 
     def forward_s(self) -> float:
-        return self._products_s + self._attention_s + FORWARD_TRAFFIC * self._traffic_s
+        own = self._products_s + self._attention_s + FORWARD_TRAFFIC * self._traffic_s
+        return own + self._rest_s + FORWARD_TRAFFIC * self._passes_s
 
     def recompute_s(self) -> float:
         attention_s = 0.0 if self._plan.attention else self._attention_s
-        return self._repeated() * (RECOMPUTE_SHARE * self._products_s + attention_s + FORWARD_TRAFFIC * self._traffic_s)
+        own = RECOMPUTE_SHARE * self._products_s + attention_s + FORWARD_TRAFFIC * self._traffic_s
+        return self._repeated() * own + self._rest_s + FORWARD_TRAFFIC * self._passes_s
 
     def backward_s(self) -> float:
-        own = 2 * self._products_s + ATTENTION_BACKWARD * self._attention_s + BACKWARD_TRAFFIC * self._traffic_s
+        traffic = BACKWARD_TRAFFIC * (self._traffic_s + self._passes_s)
+        own = 2 * self._products_s + ATTENTION_BACKWARD * self._attention_s + traffic
         sums = SUM_BYTES * sum(u.elems for u in self._sizes.layers) * self._plan.micro_batches
         return self.recompute_s() + own + sums / self._rates.device_bytes
 
@@ -182,7 +197,7 @@ class _Work:
         products = (3 + RECOMPUTE_SHARE * self._repeated()) * self._products_s
         repeated = 0.0 if self._plan.attention else self._repeated()
         attention = (1 + ATTENTION_BACKWARD + repeated) * self._attention_s
-        return products + attention + self._head_products_s()
+        return products + attention + 2 * self._rest_products_s + self._head_products_s()
 
     def _head_products_s(self) -> float:
         """Three products; a head in slices is multiplied once more, for the log-sum-exp."""
@@ -215,7 +230,12 @@ def _links(sizes: ModelSizes, *, plan: MemoryPlan, resident: int) -> tuple[_Link
     """Of the forward and of the backward."""
     units = (sizes.stem, *sizes.layers, sizes.tail)[resident:]
     layers = sizes.layers[max(0, resident - 1) :]
-    again = layers[: max(0, len(layers) - plan.slots)]  # the last ones are still in their slots at the turn
+    left = max(0, len(layers) - plan.slots)  # the others are still in their slots at the turn
+    again = sum(u.streamed_bytes for u in layers[:left])
+    experts = grouped_experts(plan, sizes=sizes)
+    if experts is not None:
+        there = sum(u.streamed_bytes for u in experts.layers[left:])
+        again = sum(u.streamed_bytes for u in layers) - there - min(GROUP_PLACES, experts.count) * experts.group_bytes
     each = (plan.input_bytes if plan.load_buffers else 0) + (plan.attention_bytes if plan.attention_buffers else 0)
     waiting = len(sizes.layers) * plan.micro_batches * each
     ends, head = sliced_ends(plan, sizes=sizes), 0
@@ -226,7 +246,7 @@ def _links(sizes: ModelSizes, *, plan: MemoryPlan, resident: int) -> tuple[_Link
         out += ends.row_block_bytes - (0 if ends.known.tied else ends.embedding_bytes)
     return (
         _Link(into=into, out=waiting),
-        _Link(into=sum(u.streamed_bytes for u in again) + waiting + head, out=out),
+        _Link(into=again + waiting * (1 if experts is None else 2) + head, out=out),
     )
 
 

@@ -1,0 +1,173 @@
+"""When the planner has experts come in groups, and what that takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from jobs import GIB, SEVEN_B, job, limits, model, unit
+
+from megatrain.errors import DoesNotFit
+from megatrain.model.sizes_types import ExpertSizes, ModelSizes, SliceSizes
+from megatrain.plan.accounting import MemoryPlan
+from megatrain.plan.cutting import attempt, cuts
+from megatrain.plan.experts import GroupedExperts
+from megatrain.plan.explain import explain
+from megatrain.plan.job import Job
+from megatrain.plan.largest import scaled
+from megatrain.plan.memory import decide
+from megatrain.plan.rates import Rates
+from megatrain.plan.speed import estimate
+
+
+def mixture(
+    *, hidden: int, wide: int, experts: int, chosen: int, rest: int, layers: int, vocab: int, dense: int = 0
+) -> ModelSizes:
+    """Autograd keeps what it keeps of a Mixtral layer, by hidden size and width. dense: layers without experts."""
+    elems = (2 * wide * hidden, wide * hidden)
+    kept = (23 * hidden, chosen * 2 * (6 * hidden + 7 * wide // 2))
+    whole = model(
+        hidden=hidden, layer=rest + experts * sum(elems), layers=layers, vocab=vocab, saved=sum(kept)
+    )  # fmt: skip
+    left = tuple(unit(f"layer {i}", rest) for i in range(layers))
+    return replace(
+        whole,
+        layers=(*left[:dense], *whole.layers[dense:]),
+        slicing=SliceSizes(vocab, hidden, vocab, hidden, 2, 0),
+        experts=ExpertSizes(experts, chosen, elems, (2, 2), left, *kept),
+    )
+
+
+MIXTRAL = mixture(
+    hidden=4096, wide=14336, experts=8, chosen=2, rest=41_984_000, layers=32, vocab=32_000
+)  # fmt: skip
+DEEPSEEK = mixture(
+    hidden=7168, wide=2048, experts=256, chosen=8, rest=233_000_000, layers=61, vocab=129_280, dense=3
+)  # fmt: skip
+
+
+def asked(sizes: ModelSizes, *, vram: int, batch: int = 16, **changes: Any) -> Job:
+    host = limits(20_000 * GIB)
+    return job(sizes, batch=batch, seq=2048, vram=vram * GIB, stem_shared=False, **{"limits": host, **changes})
+
+
+def plan_of(sizes: ModelSizes, *, vram: int, batch: int = 16, **changes: Any) -> MemoryPlan:
+    return attempt(asked(sizes, vram=vram, batch=batch, **changes))
+
+
+def test_the_shape_is_that_of_mixtral() -> None:
+    assert MIXTRAL.layers[0].streamed_bytes == pytest.approx(2.9e9, rel=0.01)
+    assert sum(u.elems for u in (MIXTRAL.stem, *MIXTRAL.layers, MIXTRAL.tail)) == pytest.approx(46.7e9, rel=0.01)
+
+
+@pytest.mark.parametrize(("sizes", "gib"), [(MIXTRAL, 8), (MIXTRAL, 10), (MIXTRAL, 16), (DEEPSEEK, 16), (DEEPSEEK, 24)])
+def test_what_would_not_fit_fits_in_groups(sizes: ModelSizes, gib: int) -> None:
+    whole = plan_of(replace(sizes, experts=None), vram=gib)
+    grouped = plan_of(sizes, vram=gib)
+    assert not whole.fits
+    assert grouped.fits
+    assert grouped.expert_groups >= 2
+    assert (grouped.resident, grouped.kept) == (0, 0)
+    fewer = [plan for plan in cuts(asked(sizes, vram=gib), slices=16, groups=grouped.expert_groups // 2)]
+    assert not any(plan.fits for plan in fewer)
+
+
+def test_where_whole_layers_fit_they_stay_whole() -> None:
+    for gib in (24, 80):
+        assert plan_of(MIXTRAL, vram=gib) == plan_of(replace(MIXTRAL, experts=None), vram=gib)
+    assert plan_of(MIXTRAL, vram=24).fits
+
+
+def test_a_larger_step_needs_no_more_groups_device_memory() -> None:
+    """Weights and buffers are those of a group, whatever passes through it."""
+    small, large = plan_of(MIXTRAL, vram=10, batch=8), plan_of(MIXTRAL, vram=10, batch=32)
+    same = ("weight slots", "gradient buffers", "groups of experts")
+    assert small.expert_groups == large.expert_groups
+    assert {k: small.device[k] for k in same} == {k: large.device[k] for k in same}
+    waiting = "what the experts are called with"
+    assert large.device[waiting] == pytest.approx(4 * small.device[waiting], rel=0.3)
+
+
+def test_memory_is_set_by_the_group() -> None:
+    """Twice as many experts in twice as many groups: the same bytes, but for the host."""
+    twice = mixture(hidden=4096, wide=14336, experts=16, chosen=2, rest=41_984_000, layers=32, vocab=32_000)
+    one, two = (list(cuts(asked(s, vram=10), groups=g))[-1] for s, g in ((MIXTRAL, 4), (twice, 8)))
+    assert one.device == two.device
+    assert two.host_total > 1.8 * one.host_total
+
+
+def test_groups_are_counted_as_they_are_laid_out() -> None:
+    known = ExpertSizes(5, 2, (130, 7), (2, 4), MIXTRAL.layers, 1, 1)
+    grouped = GroupedExperts(MIXTRAL, known, 2)
+    assert (grouped.height, grouped.count) == (3, 2)
+    assert grouped.group_elems == 512 + 128  # 390 and 21, each padded to a multiple of 128
+    assert grouped.group_bytes == 2 * 512 + 4 * 128
+    assert [GroupedExperts(MIXTRAL, replace(known, count=6), g).count for g in (2, 3, 4, 5, 6)] == [2, 3, 3, 3, 6]
+
+
+def test_the_plan_says_what_groups_are_and_cost() -> None:
+    wanted = asked(MIXTRAL, vram=10)
+    plan = attempt(wanted)
+    (said,) = [s for s in explain(plan, job=wanted) if "experts" in s]
+    assert f"the 8 experts of a layer come in {plan.expert_groups} groups of" in said
+    assert "because whole layers do not fit" in said
+    assert not [s for s in explain(plan_of(MIXTRAL, vram=80), job=asked(MIXTRAL, vram=80)) if "experts" in s]
+
+
+def test_on_the_cpu_nothing_is_grouped() -> None:
+    assert attempt(job(MIXTRAL, limits=limits(2000 * GIB, vram=None))).expert_groups == 0
+
+
+def test_a_resumed_run_keeps_its_groups_and_its_plan_survives_the_manifest() -> None:
+    kept = plan_of(MIXTRAL, vram=10)
+    assert MemoryPlan.from_dict(json.loads(json.dumps(kept.to_dict()))) == kept
+    old = {k: v for k, v in kept.to_dict().items() if k != "expert_groups"}
+    assert MemoryPlan.from_dict(old).expert_groups == 0
+    roomy = plan_of(MIXTRAL, vram=100, resumed=kept)
+    assert (roomy.expert_groups, roomy.micro_batch, roomy.resident) == (kept.expert_groups, kept.micro_batch, 0)
+    whole = plan_of(replace(MIXTRAL, experts=None), vram=100, resumed=kept)
+    assert whole.expert_groups == 0
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.25, 0.5, 2])
+def test_a_scaled_model_has_scaled_experts(scale: float) -> None:
+    sizes = scaled(DEEPSEEK, scale)
+    assert sizes.experts is not None
+    assert len(sizes.experts.rest) == len(sizes.layers)
+    wanted = asked(sizes, vram=1024, micro_batch=1)
+    *_, plan = cuts(wanted, groups=64)
+    four = 4 * 2 * 3 * 2048 * 7168 * scale * scale
+    assert plan.device["groups of experts"] == pytest.approx(2 * four, rel=0.02)
+    assert all(size >= 0 for size in plan.device.values())
+
+
+def test_a_refusal_speaks_of_the_smallest_there_is() -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        decide(asked(MIXTRAL, vram=2))
+    assert "groups of experts" in str(caught.value)
+    least = plan_of(MIXTRAL, vram=2)
+    assert (least.fits, least.micro_batch, least.expert_groups) == (False, 1, 8)
+
+
+def test_a_host_that_is_too_small_is_not_helped_by_groups() -> None:
+    short = plan_of(MIXTRAL, vram=80, limits=limits(100 * GIB))
+    assert (short.fits, short.expert_groups) == (False, 0)
+
+
+def test_a_dense_model_knows_no_groups() -> None:
+    assert attempt(job(SEVEN_B, vram=3 * GIB)).expert_groups == 0
+
+
+def test_what_groups_cost_is_part_of_the_estimate() -> None:
+    """Attention runs twice more, layers cross the link twice but for what is there at the turn."""
+    rates = Rates("test", None, 5e14, 4e14, 3e12, 5e10, 5e10, 4e10, 1e11, 16, "test")
+    plan = plan_of(MIXTRAL, vram=10)
+    grouped, whole = (
+        estimate(MIXTRAL, plan=p, rates=rates, tokens=16 * 2048) for p in (plan, replace(plan, expert_groups=0))
+    )
+    assert grouped.forward_s > whole.forward_s
+    assert grouped.recompute_s > whole.recompute_s
+    assert grouped.link_in_s > whole.link_in_s
+    assert grouped.link_out_s == whole.link_out_s
