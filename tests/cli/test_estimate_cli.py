@@ -177,17 +177,24 @@ def test_a_disk_without_room_for_a_checkpoint_does_not_fit(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     often = ("train.save_every=10", "output.keep=3")
-    one = estimated(capsys, folder)["disk"]["total_bytes"]
-    monkeypatch.setattr(machine, "disk_free", lambda path: one)
+    disk = estimated(capsys, folder)["disk"]
+    one, export = disk["checkpoint being written"], disk["exported model"]
+    monkeypatch.setattr(machine, "disk_free", lambda path: 2 * one)
+    assert 2 * one >= one + export
     some = estimated(capsys, folder, *often)
     assert some["fits"] is True
     assert any("lower output.keep" in line for line in some["advice"])
-    monkeypatch.setattr(machine, "disk_free", lambda path: one - 1)
+    monkeypatch.setattr(machine, "disk_free", lambda path: 2 * one - 1)
     none = estimated(capsys, folder, *often)
     assert (none["fits"], none["exit_code"]) == (False, 3)
     assert any("of disk are needed" in line for line in none["advice"])
     elsewhere = estimated(capsys, folder, *often, host="8GiB")
     assert elsewhere["fits"] is True
+    monkeypatch.setattr(machine, "disk_free", lambda path: one + export)
+    assert estimated(capsys, folder)["fits"] is True
+    assert estimated(capsys, folder, "train.save_every=30 min")["fits"] is True
+    monkeypatch.setattr(machine, "disk_free", lambda path: one + export - 1)
+    assert estimated(capsys, folder)["exit_code"] == 3
 
 
 def test_the_largest_that_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,13 +9,13 @@ import pytest
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import Advice, advise
 from megatrain.plan.cutting import attempt, smallest
-from megatrain.plan.disk import disk_bytes, kept_beside
+from megatrain.plan.disk import MANY, DiskNeeds
 from megatrain.plan.explain import explain
 from megatrain.plan.hardware import HostMemory, Limit
 from megatrain.plan.job import Job
 from megatrain.plan.largest import find_largest, scaled
 from megatrain.plan.memory import decide
-from megatrain.plan.preflight import disk_shortage, disk_suffices, page_lock_warning
+from megatrain.plan.preflight import disk_shortage, page_lock_warning
 from plan.jobs import GIB, SEVEN_B, TINY, job, limits
 
 
@@ -138,26 +138,54 @@ def test_less_page_locking_than_wanted_is_said_and_refuses_nothing() -> None:
     assert page_lock_warning(chosen, job=job()) is None
 
 
-def test_disk_holds_every_kept_checkpoint_the_one_being_written_and_the_export() -> None:
-    table = disk_bytes(SEVEN_B, moment_bytes=4, checkpoints=2, export_param_bytes=2)
-    one = table["checkpoint being written"]
-    assert abs(one - 12 * SEVEN_B.params_total) < 1 << 20
-    assert table["checkpoints kept"] == 2 * one
-    assert table["exported model"] == 2 * SEVEN_B.params_total
-    assert disk_shortage(table, free=sum(table.values())) is None
-    short = disk_shortage(table, free=100 * GIB)
-    assert short is not None
-    assert "100.00 GiB are free" in short
-    assert "checkpoints kept 170." in short
-    assert "the oldest checkpoint goes" in short
-    assert disk_suffices(table, free=100 * GIB)
-    assert not disk_suffices(table, free=one)
-    assert "the oldest" not in str(disk_shortage(table, free=one))
+def needs(*, saves: int, most: int | None = None, keep: int = 2, export: int = 15, resumed: bool = False) -> DiskNeeds:
+    """Checkpoints of 85 GiB."""
+    return DiskNeeds(85 * GIB, export * GIB, keep, saves, saves if most is None else most, resumed)
 
 
-@pytest.mark.parametrize(("keep", "saves", "beside"), [(2, 1, 0), (2, 2, 1), (2, 9, 2), (2, None, 2), (1, None, 1)])
-def test_checkpoints_beside_the_one_being_written(keep: int, saves: int | None, beside: int) -> None:
-    assert kept_beside(keep=keep, saves=saves) == beside
+def test_disk_by_purpose_holds_every_kept_checkpoint_the_one_being_written_and_the_export() -> None:
+    one = 85 * GIB
+    table = {"checkpoint being written": one, "checkpoints kept": 2 * one, "exported model": 15 * GIB}
+    assert needs(saves=2, most=MANY).table == table
+    assert needs(saves=1, export=0).table == {"checkpoint being written": one}
+    assert needs(saves=2).table["checkpoints kept"] == one
+
+
+@pytest.mark.parametrize(
+    ("known", "least", "all_kept"),
+    [
+        (needs(saves=1), 100, 100),  # the last checkpoint, and the export beside it
+        (needs(saves=2), 170, 185),  # two at once, or the export beside two
+        (needs(saves=9), 170, 255),
+        (needs(saves=9, keep=1), 170, 170),
+        (needs(saves=9, export=100), 185, 270),  # the older one makes room for the export
+        (needs(saves=1, most=MANY), 100, 255),  # by the clock: one is certain
+        (needs(saves=0), 15, 15),  # nothing is left to do but the export
+        (needs(saves=1, resumed=True), 85, 100),  # what it goes on from is there and stays; later it goes
+        (needs(saves=9, resumed=True), 85, 170),
+        (needs(saves=0, resumed=True), 15, 15),
+        (needs(saves=9, keep=1, export=0, resumed=True), 85, 85),
+    ],
+)
+def test_what_of_the_disk_a_run_must_have_and_what_it_takes_to_keep_all(
+    known: DiskNeeds, least: int, all_kept: int
+) -> None:
+    assert (known.least, known.all_kept) == (least * GIB, all_kept * GIB)
+
+
+def test_a_disk_is_short_of_what_must_be_or_of_what_is_kept() -> None:
+    known = needs(saves=9)
+    assert disk_shortage(known, free=255 * GIB) is None
+    tight = disk_shortage(known, free=200 * GIB)
+    assert tight is not None
+    assert "200.00 GiB are free" in tight
+    assert "checkpoints kept 170.00 GiB" in tight
+    assert "the oldest goes" in tight
+    short = disk_shortage(known, free=169 * GIB)
+    assert short == (
+        "at least 170.00 GiB of disk are needed and 169.00 GiB are free: a checkpoint takes 85.00 GiB, and the one "
+        "before stays until it is whole; the exported model 15.00 GiB beside the last"
+    )
 
 
 # --- the largest -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fakes import IDENTITY, RecordingConsole, bits, stage, tiny_store
 from megatrain.errors import DiskError
 from megatrain.host.store import HostStore
 from megatrain.train import checkpoint_writer
-from megatrain.train.checkpoint import Checkpoint, find_checkpoints, state_bytes
+from megatrain.train.checkpoint import SPARE_BYTES, Checkpoint, find_checkpoints, state_bytes
 from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.manifest import Damaged, Manifest
 from megatrain.train.signals import StopFlag
@@ -241,13 +241,14 @@ def test_space_is_checked_before_anything_is_written(tmp_path: Path, monkeypatch
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     monkeypatch.setattr(checkpoint_writer, "write_unit", lambda *args, **options: pytest.fail("written without space"))
-    with pytest.raises(DiskError, match=r"1000 bytes are free.*there is no earlier checkpoint"):
+    with pytest.raises(DiskError, match=r"1000 bytes are free.*there is no earlier checkpoint") as caught:
         made.save(TrainState(step=2))
+    assert caught.value.hint == "make room on the disk and start again: nothing that was trained is on it"
 
 
 def roomy(monkeypatch: pytest.MonkeyPatch, folder: Path, *, checkpoints: int) -> None:
     """A disk that has room for so many checkpoints of the tiny store and a little more."""
-    usage, one = shutil.disk_usage(folder), state_bytes(tiny_store()) + checkpoint_writer._SPARE_BYTES
+    usage, one = shutil.disk_usage(folder), state_bytes(tiny_store()) + SPARE_BYTES
 
     def disk_usage(path: Path) -> Any:
         return usage._replace(free=one * (checkpoints - len(list(folder.glob("*-0*")))) + 1000)

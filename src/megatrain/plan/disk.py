@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
-from megatrain.model.sizes_types import ModelSizes
-from megatrain.plan.accounting import checkpoint_bytes
+from dataclasses import dataclass
 
-KEPT = "checkpoints kept"
-
-
-def disk_bytes(sizes: ModelSizes, *, moment_bytes: int, checkpoints: int, export_param_bytes: int) -> dict[str, int]:
-    """By purpose. checkpoints: complete ones beside the one being written. export_param_bytes: 0 for no export."""
-    one = checkpoint_bytes(sizes, moment_bytes=moment_bytes)
-    table = {"checkpoint being written": one}
-    if checkpoints:
-        table[KEPT] = checkpoints * one
-    if export_param_bytes:
-        table["exported model"] = export_param_bytes * sizes.params_total
-    return table
+MANY = 1 << 30
+"""Checkpoints, where nobody knows how many."""
 
 
-def kept_beside(*, keep: int, saves: int | None) -> int:
-    """Complete checkpoints on disk while another is written. saves: how many the run writes, None if not known."""
-    return keep if saves is None else max(0, min(keep, saves - 1))
+@dataclass(frozen=True)
+class DiskNeeds:
+    """Bytes of what a run writes, and how often.
+
+    A checkpoint goes only when a newer one is whole, so two exist while the second is written. Older ones make room
+    where there is none, for a checkpoint and for the export. Checkpoints that were here before are not in these
+    figures: what they hold is not free.
+    """
+
+    checkpoint: int
+    export: int  # 0: none
+    keep: int
+    saves: int  # checkpoints that will be written, at least
+    saves_at_most: int  # more where the clock decides, or the steps are not counted yet
+    resumed: bool = False  # the newest checkpoint is here, and stays until the next is whole
+
+    @property
+    def table(self) -> dict[str, int]:
+        """By purpose: with all that is kept while one more is written."""
+        table = {"checkpoint being written": self.checkpoint}
+        if kept := min(self.keep, self.saves_at_most - 1):
+            table["checkpoints kept"] = kept * self.checkpoint
+        if self.export:
+            table["exported model"] = self.export
+        return table
+
+    @property
+    def least(self) -> int:
+        """Without so much the run cannot end."""
+        return self._peak(keep=1, saves=self.saves)
+
+    @property
+    def all_kept(self) -> int:
+        """With so much nothing goes before its time."""
+        return self._peak(keep=self.keep, saves=self.saves_at_most)
+
+    def _peak(self, *, keep: int, saves: int) -> int:
+        before = int(self.resumed)
+        writing = min(keep, saves - 1 + before) + 1 - before if saves else 0
+        ended = min(keep, saves + before) - before
+        return max(writing * self.checkpoint, ended * self.checkpoint + self.export)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megatrain.plan.accounting import MemoryPlan
-from megatrain.plan.disk import KEPT
+from megatrain.plan.disk import DiskNeeds
 from megatrain.plan.job import Job
 from megatrain.plan.words import gib
 
@@ -21,18 +19,28 @@ def page_lock_warning(plan: MemoryPlan, *, job: Job) -> str | None:
     )
 
 
-def disk_shortage(disk: Mapping[str, int], *, free: int) -> str | None:
-    """What is missing for everything that `disk_bytes` lists. None where there is room."""
-    needed = sum(disk.values())
-    if needed <= free:
+def disk_shortage(needs: DiskNeeds, *, free: int) -> str | None:
+    """What is missing, with words on what becomes of older checkpoints. None where there is room for all of them."""
+    if free >= needs.all_kept:
         return None
-    purposes = ", ".join(f"{name} {gib(size)}" for name, size in disk.items())
-    said = f"{gib(needed)} of disk are needed and {gib(free)} are free: {purposes}"
-    if disk_suffices(disk, free=free):
-        return f"{said}; the oldest checkpoint goes before a new one is written (or lower output.keep)"
-    return said
+    what = ", ".join(f"{name} {gib(size)}" for name, size in needs.table.items())
+    if free >= needs.least:
+        return (
+            f"{gib(needs.all_kept)} of disk would hold every checkpoint that output.keep={needs.keep} keeps and "
+            f"{gib(free)} are free ({what}): the oldest goes before a new one is written (or lower output.keep)"
+        )
+    return f"at least {gib(needs.least)} of disk are needed and {gib(free)} are free: {disk_words(needs)}"
 
 
-def disk_suffices(disk: Mapping[str, int], *, free: int) -> bool:
-    """Whether a run can end: one checkpoint and the export. Older checkpoints make room where there is none."""
-    return sum(size for purpose, size in disk.items() if purpose != KEPT) <= free
+def disk_words(needs: DiskNeeds) -> str:
+    """What `needs.least` is made of."""
+    said = []
+    if needs.saves:
+        two = needs.saves > 1 or needs.resumed
+        said.append(
+            f"a checkpoint takes {gib(needs.checkpoint)}"
+            + (", and the one before stays until it is whole" if two else "")
+        )
+    if needs.export:
+        said.append(f"the exported model {gib(needs.export)}" + (" beside the last" if needs.saves else ""))
+    return "; ".join(said)

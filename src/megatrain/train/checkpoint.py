@@ -8,6 +8,7 @@ checkpoints/step-000123/manifest.json            state, identity, sizes and chec
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -23,6 +24,8 @@ from megatrain.train.state import TrainState
 
 _NAME = re.compile(r"step-(\d{6,})")
 _GIVEN_UP = "given-up-{}"
+SPARE_BYTES = 4 << 20
+"""Beside the tensors of a checkpoint or a model: manifest, headers, tokenizer, directory entries."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,21 @@ def droppable(folder: Path, *, step: int) -> list[Path]:
         return []
     ours = [path for path in reversed(steps(folder)) if step_of(path) <= step and path != usable[0]]
     return ours + given_up(folder)
+
+
+def make_room(folder: Path, *, on: Path, needed: int, what: str, step: int, warn: Callable[[str], None]) -> int:
+    """Bytes free where `on` is, after checkpoints up to `step` made room where there was none: the oldest first, and
+    the newest usable one always stays. what: what is to be written, for people."""
+    free = shutil.disk_usage(on).free
+    if free >= needed or not folder.is_dir() or os.stat(folder).st_dev != os.stat(on).st_dev:
+        return free
+    for path in droppable(folder, step=step):
+        warn(f"the disk has no room for {what}; {path.name} goes before its time")
+        remove(path)
+        free = shutil.disk_usage(on).free
+        if free >= needed:
+            break
+    return free
 
 
 def give_up_after(folder: Path, *, step: int) -> list[Path]:

@@ -24,9 +24,10 @@ from megatrain.report.events import SaveReport
 from megatrain.report.text import clock
 from megatrain.train import manifest as manifests
 from megatrain.train.checkpoint import (
-    droppable,
+    SPARE_BYTES,
     file_name,
     given_up,
+    make_room,
     newest_checkpoint,
     path_of,
     remove,
@@ -41,7 +42,6 @@ from megatrain.train.state import TrainState
 from megatrain.units import format_size
 
 _ASIDE = re.compile(r"\.step-\d{6,}\.partial")
-_SPARE_BYTES = 4 << 20  # manifest, headers, directory entries
 _FILES_AT_ONCE = 4  # one is being taken, the others are being forced to the disk
 RETRY_WAITS_S = (2.0, 5.0, 10.0, 15.0, 30.0, 30.0, 30.0)
 """Pauses between the attempts to write a checkpoint that the disk does not take; about two minutes in all."""
@@ -163,18 +163,18 @@ class CheckpointWriter:
     # -- room on the disk ---------------------------------------------------------------------------------
 
     def _make_room(self, state: TrainState) -> None:
-        """`keep` checkpoints and the new one need a place for one more; where there is none the oldest go first, and
-        the newest always stays."""
-        needed = state_bytes(self._store) + _SPARE_BYTES
-        if shutil.disk_usage(self._folder).free >= needed:
-            return
-        for path in droppable(self._folder, step=state.step):
-            self._console.warn(f"the disk has no room for one more checkpoint; {path.name} goes before its time")
-            remove(path)
-            if shutil.disk_usage(self._folder).free >= needed:
-                return
-        free = shutil.disk_usage(self._folder).free
-        raise OSError(f"{format_size(needed)} are needed and {format_size(free)} are free in {self._folder}")
+        """`keep` checkpoints and the new one need a place for one more; where there is none the oldest go first."""
+        needed = state_bytes(self._store) + SPARE_BYTES
+        free = make_room(
+            self._folder,
+            on=self._folder,
+            needed=needed,
+            what="one more checkpoint",
+            step=state.step,
+            warn=self._console.warn,
+        )
+        if free < needed:
+            raise OSError(f"{format_size(needed)} are needed and {format_size(free)} are free in {self._folder}")
 
     def _prune(self, step: int) -> None:
         """Keep the newest complete ones up to `step`; what lies beyond it is of a future that was given up."""
@@ -210,9 +210,10 @@ class CheckpointWriter:
     def _failure(self, error: OSError, *, state: TrainState) -> DiskError:
         previous = newest_checkpoint(self._folder)
         kept = f"{previous.name} is intact" if previous is not None else "there is no earlier checkpoint"
+        again = "go on with --resume auto" if previous is not None else "start again: nothing that was trained is on it"
         return DiskError(
             f"the checkpoint of step {state.step} cannot be written ({_reason(error)}); {kept}",
-            hint="make room on the disk and go on with --resume auto",
+            hint=f"make room on the disk and {again}",
             where=str(self._folder),
         )
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from megatrain.plan.accounting import MemoryPlan
+from megatrain.plan.accounting import MemoryPlan, checkpoint_bytes
 from megatrain.plan.advice import advise
 from megatrain.plan.cutting import attempt
-from megatrain.plan.disk import disk_bytes, kept_beside
+from megatrain.plan.disk import MANY, DiskNeeds
 from megatrain.plan.explain import explain
 from megatrain.plan.job import MOMENT_BYTES, Job, Settings
 from megatrain.plan.largest import Largest, find_largest
 from megatrain.plan.memory import unavailable
-from megatrain.plan.preflight import disk_shortage, disk_suffices, page_lock_warning
+from megatrain.plan.preflight import disk_shortage, page_lock_warning
 from megatrain.plan.refusal import shortage
 from megatrain.plan.speed import SpeedEstimate, estimate
 from megatrain.recipe import Recipe
@@ -34,21 +34,25 @@ class Estimate:
     machine: Machine
     job: Job
     plan: MemoryPlan
-    disk: dict[str, int]
+    disk_needs: DiskNeeds
     speed: SpeedEstimate
     largest: Largest | None  # where it was asked for
 
     @property
     def fits(self) -> bool:
-        enough = self.machine.elsewhere or disk_suffices(self.disk, free=self.machine.disk_free_bytes)
+        enough = self.machine.elsewhere or self.disk_needs.least <= self.machine.disk_free_bytes
         return self.plan.fits and enough
+
+    @property
+    def disk(self) -> dict[str, int]:
+        return self.disk_needs.table
 
     @property
     def disk_trouble(self) -> str | None:
         """Another machine's disk is not known, and none of its business."""
         if self.machine.elsewhere:
             return None
-        return disk_shortage(self.disk, free=self.machine.disk_free_bytes)
+        return disk_shortage(self.disk_needs, free=self.machine.disk_free_bytes)
 
     @cached_property
     def advice(self) -> tuple[str, ...]:
@@ -147,7 +151,7 @@ def estimate_memory(recipe: Recipe, *, described: Described, largest: bool) -> E
         machine=machine,
         job=job,
         plan=plan,
-        disk=_disk(recipe, structure=structure, job=job),
+        disk_needs=_disk(recipe, structure=structure, job=job),
         speed=estimate(sizes, plan=plan, rates=machine.rates, tokens=tokens, moment_bytes=job.moment_bytes),
         largest=find_largest(job) if largest else None,
     )
@@ -161,13 +165,15 @@ def _memory(recipe: Recipe, described: Described) -> Settings:
     return replace(memory, vram=described.vram, vram_source="--vram")
 
 
-def _disk(recipe: Recipe, *, structure: Structure, job: Job) -> dict[str, int]:
-    saves = 1 if recipe.train.save_every is None else None
-    return disk_bytes(
-        structure.facts.sizes,
-        moment_bytes=job.moment_bytes,
-        checkpoints=kept_beside(keep=recipe.output.keep, saves=saves),
-        export_param_bytes=_export_param_bytes(recipe, config=structure.config) if recipe.output.export else 0,
+def _disk(recipe: Recipe, *, structure: Structure, job: Job) -> DiskNeeds:
+    """Steps are not counted here: a run that saves now and then is taken to save more than once."""
+    sizes, every = structure.facts.sizes, recipe.train.save_every
+    return DiskNeeds(
+        checkpoint=checkpoint_bytes(sizes, moment_bytes=job.moment_bytes),
+        export=_export_param_bytes(recipe, config=structure.config) * sizes.params_total if recipe.output.export else 0,
+        keep=recipe.output.keep,
+        saves=1 if every is None or every.unit == "seconds" else 2,
+        saves_at_most=1 if every is None else MANY,
     )
 
 

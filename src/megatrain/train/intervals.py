@@ -38,6 +38,31 @@ def total_steps(loader: StepLoader, *, epochs: int | None, steps: int | None) ->
     return total
 
 
+def times_due(
+    every: Duration | None, *, after: int, total: int, steps_in_epoch: Callable[[int], int], most: int
+) -> int | None:
+    """How often something is due at steps above `after` and below `total`, and once at `total`; counted up to `most`.
+
+    None where only the clock knows. steps_in_epoch: by the epoch's number.
+    """
+    if after >= total:
+        return 0
+    match every:
+        case None:
+            return 1
+        case Duration(value=value, unit="steps"):
+            return min(most, (total - 1) // int(value) - after // int(value) + 1)
+        case Duration(value=value, unit="epochs"):
+            times, end = 1, 0
+            for epoch in range(_MOST_COUNTED):
+                end += steps_in_epoch(epoch)
+                if end >= total or times >= most:
+                    break
+                times += end > after and (epoch + 1) % value == 0
+            return min(most, times)
+    return None
+
+
 class Interval:
     """Every so many steps or epochs, counted from the start of training, or seconds since the last time.
 

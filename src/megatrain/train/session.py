@@ -6,7 +6,6 @@ Nothing of an earlier run in the folder is touched before the new one has its we
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import DiskError, MegatrainError, UsageError
-from megatrain.plan.accounting import checkpoint_bytes
+from megatrain.errors import MegatrainError, UsageError
 from megatrain.recipe import Recipe
 from megatrain.report.console import Console
 from megatrain.report.events import RunReport
@@ -25,11 +23,11 @@ from megatrain.report.process import host_peak_bytes, versions
 from megatrain.report.sinks import open_sinks
 from megatrain.train.build import build_run
 from megatrain.train.checkpoint import (
+    SPARE_BYTES,
     Checkpoint,
-    droppable,
     give_up_after,
+    make_room,
     newest_checkpoint,
-    state_bytes,
     weights_digest,
 )
 from megatrain.train.checkpoint_writer import CheckpointWriter
@@ -39,12 +37,12 @@ from megatrain.train.manifest import Damaged
 from megatrain.train.prospect import Prospect, look_ahead
 from megatrain.train.replan import train_through
 from megatrain.train.resume import Start, check_same_run, decide
+from megatrain.train.room import check_planned_room, check_room
 from megatrain.train.run import Run
 from megatrain.train.rundir import RunDir
 from megatrain.train.signals import Interrupted, StopFlag
 from megatrain.train.state import TrainState
 from megatrain.train.trainer import Trainer
-from megatrain.units import format_size
 
 
 class Session:
@@ -70,7 +68,7 @@ class Session:
         if start.finished:
             return {"status": "dry-run", "exit_code": 0, "finished": True}
         prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
-        self._check_planned_disk(prospect, start=start)
+        check_planned_room(prospect, rundir=self.rundir, start=start, warn=self._console.warn)
         plan = prospect.planned.plan
         return {
             "status": "dry-run",
@@ -100,10 +98,10 @@ class Session:
 
     def _train(self, start: Start) -> None:
         prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
-        self._check_planned_disk(prospect, start=start)
+        needs = check_planned_room(prospect, rundir=self.rundir, start=start, warn=self._console.warn)
         run, state, origin = self._build(prospect, start=start)
         self._run = run
-        self._check_disk(run, start=start, left=prospect.total_steps - state.step)
+        check_room(needs, run=run, rundir=self.rundir, start=start)
         self._take_folder(start, origin=origin)
         with self._journal(state, start=start, resumed=origin is not None) as journal:
             run = train_through(
@@ -115,11 +113,23 @@ class Session:
                 stop=self._stop,
             )
         if self.recipe.output.export:
-            self._console.phase(f"exporting to {self.rundir.model}")
-            export_run(run, out=self.rundir.model, dtype=self.recipe.output.export_dtype)
+            self._export(run, step=prospect.total_steps)
         run.device.synchronize()
         run.worker.close()
         run.store.close()
+
+    def _export(self, run: Run, *, step: int) -> None:
+        self._console.phase(f"exporting to {self.rundir.model}")
+        dtype = self.recipe.output.export_dtype
+        make_room(
+            self.rundir.checkpoints,
+            on=self.rundir.path,
+            needed=export_bytes(run, dtype=dtype) + SPARE_BYTES,
+            what="the exported model",
+            step=step,
+            warn=self._console.warn,
+        )
+        export_run(run, out=self.rundir.model, dtype=dtype)
 
     def _make_trainer(self, prospect: Prospect, run: Run, state: TrainState, *, journal: Journal) -> Trainer:
         self._run = run
@@ -202,41 +212,6 @@ class Session:
 
     # -- checks and words ---------------------------------------------------------------------------------
 
-    def _check_planned_disk(self, prospect: Prospect, *, start: Start) -> None:
-        """The same before a byte of weights is read: the checkpoint exactly, the export at two bytes a parameter."""
-        sizes, moment_bytes = prospect.planned.model.sizes, prospect.planned.job.moment_bytes
-        done = start.candidates[0].state.step if start.candidates else 0
-        one = checkpoint_bytes(sizes, moment_bytes=moment_bytes) if prospect.total_steps > done else 0
-        self._check_room(one, export=2 * sizes.params_total if self.recipe.output.export else 0, start=start)
-
-    def _check_disk(self, run: Run, *, start: Start, left: int) -> None:
-        """Room for one checkpoint and the export, before the first step."""
-        one = state_bytes(run.store) if left > 0 else 0
-        export = export_bytes(run, dtype=self.recipe.output.export_dtype) if self.recipe.output.export else 0
-        free = self._check_room(one, export=export, start=start)
-        many = (self.recipe.output.keep + 1) * one + export
-        if self.recipe.train.save_every is not None and free < many:
-            self._console.warn(
-                f"output.keep={self.recipe.output.keep} takes up to {format_size(many)} of disk, "
-                f"and {format_size(free)} are free; the oldest then goes before the new one is written"
-            )
-
-    def _check_room(self, one: int, *, export: int, start: Start) -> int:
-        """Bytes free for this run. Raises DiskError if a checkpoint and the export do not fit in them."""
-        there = next(p for p in (self.rundir.path, *self.rundir.path.absolute().parents) if p.exists())
-        free = shutil.disk_usage(there).free + (_size(self.rundir.path) if start.replaces else 0)
-        if start.in_place and start.candidates:
-            older = droppable(self.rundir.checkpoints, step=start.candidates[0].state.step)
-            free += sum(_size(path) for path in older)
-        if free < one + export:
-            raise DiskError(
-                f"a checkpoint ({format_size(one)}) and the exported model ({format_size(export)}) are to be written, "
-                f"and {format_size(free)} are free",
-                where=str(self.rundir.path),
-                hint="make room, or choose another disk with --output-dir",
-            )
-        return free
-
     def _tell(self, start: Start) -> None:
         for warning in start.warnings:
             self._console.warn(warning)
@@ -307,7 +282,3 @@ class Session:
         summary = {key: value for key, value in self.rundir.read_summary().items() if key in known}
         blank = dataclasses.asdict(self.report("done", exit_code=0))
         return RunReport(**{**blank, **summary})
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
