@@ -28,7 +28,8 @@ DEFAULT = ("mixtral", "gpt_oss", "deepseek_v3", "qwen2_moe")
 """Plain; biases and other dimensions; dense layers, shared experts and chosen groups; a gated shared expert."""
 RELATIVE = 5e-6
 """Of a tensor's largest difference, to its own largest element. For its reasons see test_streamed_experts.py."""
-CHOICES = ("num_experts_per_tok", "moe_k", "moe_topk")
+COUNTS = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
+CHOICES = ("moe_k", "moe_topk", "num_experts_per_tok")
 
 
 def beyond(ours: Result, theirs: Result) -> dict[str, float]:
@@ -43,15 +44,16 @@ def beyond(ours: Result, theirs: Result) -> dict[str, float]:
 
 
 def grouped_against_whole(variant: str) -> None:
+    """Four experts in two groups, eight in four, five in two; two or three choices a token."""
     fields = VARIANTS[variant]
-    key = next((k for k in CHOICES if k in fields), CHOICES[0])
-    single = {"n_group": 1, "topk_group": 1} if "n_group" in fields else {}  # three choices need all experts at hand
-    for groups, overrides in ((2, {}), (4, {}), (3, {key: 3} | single)):
+    count, choice = (next(k for k in keys if k in fields or k == keys[-1]) for keys in (COUNTS, CHOICES))
+    single = {"n_group": 1, "topk_group": 1} if "n_group" in fields else {}  # choices are then free
+    for groups, overrides in ((2, {}), (4, {count: 8}), (3, {count: 5, choice: 3} | single)):
         config, attention = config_of(variant, **overrides), attention_of(variant)
         model = reference_model(config, attention=attention)
         batches = make_batches(2, packed=groups == 2 and variant in DEFAULT)
         streamed = Streamed(model, config=config, attention=attention, groups=groups)
-        assert any(g is not None for g in streamed.groups)
+        assert {len(g.spans) for g in streamed.groups if g is not None} == {min(groups, 2 if groups == 3 else 4)}
         ours = streamed.step(batches)
         assert beyond(ours, run_reference(model, batches)) == {}, groups
         if groups == 2:

@@ -103,6 +103,7 @@ def test_what_is_left_of_a_layer_and_its_groups_make_up_the_layer() -> None:
         for n, p in found.layers[0].named_parameters()
     )
     divided = ExpertGroups.of(experts, layout=layout, count=5)
+    assert [(s.start, s.stop) for s in divided.spans] == [(0, 3), (3, 5)]  # none has one expert alone
     assert [e.name for e in divided.rest.params] == [e.name for e in layout.params if "experts" not in e.name]
     block = torch.arange(layout.nbytes).to(torch.uint8)
     rest = torch.cat([block[part] for part in layout.around(*experts.names)])

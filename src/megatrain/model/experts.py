@@ -10,6 +10,7 @@ Letters: T tokens, D their width, K experts that a token chooses, E experts of a
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ from megatrain.model.sites import Sites
 
 Answer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From hidden states [T, D], choices [T, K] and their weights [T, K] to [T, D]."""
+
+
+FEWEST = 2
+"""Experts of a group. Hugging Face counts the tokens of each by `histc` from expert 0 to the last: where both are one
+it would count all tokens, and on a GPU wait for their range."""
 
 
 class NotGroupable(ModelError):
@@ -99,8 +105,10 @@ def find_experts(layer: nn.Module, *, parts: LayerParts) -> Experts | None:
     path, module = found[0]
     kind, count = type(module).__name__, getattr(module, "num_experts", None)
     names = tuple(f"{path}.{name}" for name, _ in module.named_parameters())
-    if not isinstance(count, int) or count < 2:
+    if not isinstance(count, int):
         raise NotGroupable(f"{kind} does not say how many experts it has")
+    if count < 2 * FEWEST:
+        raise NotGroupable(f"{kind} has no more than {count} experts")
     if any(name not in parts.tensors for name in names):
         raise NotGroupable(f"{kind} shares parameters with other layers")
     if any(parts.tensors[name].shape[:1] != (count,) for name in names) or list(module.buffers()):
@@ -127,15 +135,22 @@ class ExpertGroups:
 
     @classmethod
     def of(cls, experts: Experts, *, layout: FlatLayout, count: int) -> ExpertGroups:
-        """At most `count` groups of the experts in a layer that has `layout`."""
-        height = -(-experts.count // count)
-        spans = tuple(slice(at, min(at + height, experts.count)) for at in range(0, experts.count, height))
+        """So many groups of the experts in a layer that has `layout`, but none of a single expert."""
+        spans = spans_of(experts.count, groups=count)
         entries = [entry for entry in layout.params if entry.name in experts.names]
         layouts = tuple(
             FlatLayout.of(TensorSpec(e.name, (s.stop - s.start, *e.shape[1:]), e.dtype, True) for e in entries)
             for s in spans
         )
         return cls(experts, layout.without(*experts.names), spans, layouts)
+
+
+def spans_of(experts: int, *, groups: int) -> tuple[slice, ...]:
+    """At most so many groups, as equal as can be, of at least FEWEST experts."""
+    groups = min(groups, experts // FEWEST)
+    base, longer = divmod(experts, groups)
+    starts = [g * base + min(g, longer) for g in range(groups + 1)]
+    return tuple(slice(start, stop) for start, stop in itertools.pairwise(starts))
 
 
 def find_all(layers: Sequence[nn.Module], *, parts: Sequence[LayerParts]) -> tuple[Experts | None, ...]:

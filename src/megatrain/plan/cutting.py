@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatrain.plan.accounting import LOAD_BUFFERS, MemoryPlan, account
+from megatrain.plan.experts import FEWEST
 from megatrain.plan.job import Job
 from megatrain.plan.spend import spend
 
@@ -65,15 +66,15 @@ def _resumed_groups(job: Job) -> int:
 
 
 def _group_counts(job: Job) -> Iterator[int]:
-    """How many groups a layer's experts may come in: fewest first, at last each expert by itself."""
+    """How many groups a layer's experts may come in: fewest first, at last as many as there can be."""
     experts = job.sizes.experts
     if experts is None or job.on_cpu or job.resumed:
         return
-    groups = 2
-    while groups < experts.count:
+    groups, most = 2, experts.count // FEWEST
+    while groups < most:
         yield groups
         groups *= 2
-    yield experts.count
+    yield most
 
 
 def _resumed_slices(job: Job) -> int:

@@ -13,6 +13,8 @@ GROUP_PLACES = 2
 """`stream.schedule.GROUP_PLACES`: one group is used while the next arrives."""
 ALIGN_ELEMS = 128
 """`model.layout.ALIGN_ELEMS`."""
+FEWEST = 2
+"""`model.experts.FEWEST`: experts of a group."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,14 @@ class GroupedExperts:
         return self.known.rest
 
     @property
-    def height(self) -> int:
-        """Experts of every group but the last, which may have fewer."""
-        return -(-self.known.count // self.groups)
+    def count(self) -> int:
+        """Groups there are: `model.experts.spans_of`."""
+        return max(1, min(self.groups, self.known.count // FEWEST))
 
     @property
-    def count(self) -> int:
-        """Groups there are."""
-        return -(-self.known.count // self.height)
+    def height(self) -> int:
+        """Experts of the largest group; others may have one fewer."""
+        return -(-self.known.count // self.count)
 
     @property
     def group_elems(self) -> int:

@@ -78,9 +78,8 @@ def _groups(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     experts = grouped_experts(plan, sizes=job.sizes)
     if experts is None:
         return ()
-    several = "1 expert" if experts.height == 1 else f"{experts.height} experts"
     return (
-        f"the {experts.known.count} experts of a layer come in {experts.count} groups of {several} "
+        f"the {experts.known.count} experts of a layer come in {experts.count} groups of {experts.height} "
         f"({gib(experts.group_bytes)}), each for all tokens of the step, because whole layers do not fit; "
         "attention runs once more in the forward and in the backward",
     )
