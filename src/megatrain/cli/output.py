@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import typer
 
 from megatrain.errors import DISK_FAULTS, DiskError, DoesNotFit, MegatrainError, UsageError
+from megatrain.files import write_whole
 from megatrain.report.console import colours
 
 INTERRUPTED = 130
@@ -160,7 +161,7 @@ def _write_crash(text: str, *, folder: Path | None) -> Path | None:
             continue
         path = directory / "crash.txt" if directory == folder else directory / f"megatrain-crash-{os.getpid()}.txt"
         try:
-            path.write_text(text)
+            write_whole(path, text.encode(errors="replace"))
         except OSError:
             continue
         return path

@@ -222,7 +222,10 @@ def _force(path: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    if folder.exists():
+    """Of a link only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)
 
 

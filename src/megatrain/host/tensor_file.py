@@ -249,7 +249,7 @@ def header_bytes(slots: Iterable[Slot], *, metadata: Mapping[str, str]) -> bytes
 @contextmanager
 def created(path: Path) -> Iterator[int]:
     """A new file to write, with the permissions of the umask, on the disk when the block ends. Raises OSError."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
     try:
         yield fd
         os.fsync(fd)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatrain.files import open_own, write_whole
 from megatrain.report.events import Event, record
 
 
@@ -24,7 +25,7 @@ class MetricsLog:
         self._warn = warn
         self._pending: list[bytes] = []
         self._in_trouble = False
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._fd = open_own(path, os.O_RDWR | os.O_CREAT)
         self._end = os.fstat(self._fd).st_size
 
     def write(self, event: Event) -> None:
@@ -53,11 +54,9 @@ class MetricsLog:
             self._replace(kept)
 
     def _replace(self, data: bytes) -> None:
-        aside = self._path.with_name(self._path.name + ".partial")
-        aside.write_bytes(data)
-        os.replace(aside, self._path)
+        write_whole(self._path, data)
         os.close(self._fd)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        self._fd = open_own(self._path, os.O_RDWR)
         self._end = len(data)
 
     def _flush(self) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatrain.errors import UsageError
+from megatrain.files import write_whole
 from megatrain.report.events import EvalReport, Event, StepReport
 
 
@@ -86,7 +87,7 @@ class WandbSink:
 
         id_file = folder / "wandb-id"
         if resumed_step is None or not id_file.is_file():
-            id_file.write_text(secrets.token_hex(4))
+            write_whole(id_file, secrets.token_hex(4).encode())
         self._run: Any = wandb.init(
             project=project, id=id_file.read_text().strip(), resume="allow", dir=str(folder), config=config
         )

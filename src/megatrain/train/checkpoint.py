@@ -134,7 +134,10 @@ def steps(folder: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Without its manifest it is no checkpoint any more, whatever happens in between."""
+    """Without its manifest it is no checkpoint any more, whatever happens in between. Of a link only the link goes."""
+    if path.is_symlink():
+        path.unlink()
+        return
     (path / manifests.NAME).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
 
@@ -172,7 +175,7 @@ def give_up_after(folder: Path, *, step: int) -> list[Path]:
     for path in steps(folder):
         if step_of(path) > step:
             target = path.with_name(_GIVEN_UP.format(path.name.removeprefix("step-")))
-            if target.exists():
+            if os.path.lexists(target):
                 remove(target)
             renamed.append(path.rename(target))
     return renamed

@@ -126,7 +126,7 @@ class CheckpointWriter:
         (aside / manifests.NAME).write_text(manifest.to_text())
         _force(aside / manifests.NAME)
         _force(aside)
-        if target.exists():  # a damaged one, or of a future that was given up
+        if os.path.lexists(target):  # a damaged one, or of a future that was given up
             remove(target)
         aside.rename(target)
         _force(self._folder)
@@ -191,7 +191,11 @@ class CheckpointWriter:
     def _remove_partial(self) -> None:
         if self._folder.is_dir():
             for path in self._folder.iterdir():
-                if _ASIDE.fullmatch(path.name):
+                if not _ASIDE.fullmatch(path.name):
+                    continue
+                if path.is_symlink() or not path.is_dir():
+                    path.unlink()
+                else:
                     shutil.rmtree(path, ignore_errors=True)
 
     # -- what is told -------------------------------------------------------------------------------------

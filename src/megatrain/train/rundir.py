@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import DiskError, UsageError
+from megatrain.files import open_own, refuse_link, write_whole
 
 
 class RunDir:
@@ -31,6 +32,7 @@ class RunDir:
         self.summary = path / "run.json"
         self.crash = path / "crash.txt"
         self.lock = path / "lock"
+        self.wandb_id = path / "wandb-id"
 
     def holds_run(self) -> bool:
         """Whether something was trained here. A run that failed before its first step left nothing to lose."""
@@ -51,14 +53,14 @@ class RunDir:
         for folder in (self.checkpoints, self.model, self.path / "tensorboard"):
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)
-        for file in (self.recipe, self.metrics, self.summary, self.crash, self.path / "wandb-id"):
+        for file in (self.recipe, self.metrics, self.summary, self.crash, self.wandb_id):
             file.unlink(missing_ok=True)
 
     def write_recipe(self, text: str) -> None:
-        _write_whole(self.recipe, text)
+        write_whole(self.recipe, text.encode())
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        _write_whole(self.summary, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+        write_whole(self.summary, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -68,6 +70,7 @@ class RunDir:
         """
         with self._refusals():
             self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_links()
             fd = self._take_lock()
         try:
             yield
@@ -85,7 +88,13 @@ class RunDir:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(nearest))
             if os.statvfs(nearest).f_flag & os.ST_RDONLY:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(nearest))
+            self._refuse_links()
             self._check_lock()
+
+    def _refuse_links(self) -> None:
+        """Files that are written where they lie; others are replaced, and a link with them."""
+        for path in (self.lock, self.metrics, self.crash, self.wandb_id):
+            refuse_link(path)
 
     @contextmanager
     def _refusals(self) -> Iterator[None]:
@@ -103,7 +112,7 @@ class RunDir:
     def _check_lock(self) -> None:
         if not self.lock.exists():
             return
-        fd = os.open(self.lock, os.O_RDWR | os.O_CLOEXEC)
+        fd = open_own(self.lock, os.O_RDWR)
         try:
             self._flock(fd)
         finally:
@@ -111,7 +120,7 @@ class RunDir:
 
     def _take_lock(self) -> int:
         while True:
-            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = open_own(self.lock, os.O_RDWR | os.O_CREAT)
             try:
                 self._flock(fd)
                 if self.lock.exists() and os.path.samestat(os.fstat(fd), self.lock.stat()):
@@ -133,17 +142,3 @@ class RunDir:
                 hint="wait until it ends, or choose another folder with --output-dir",
                 where="output.dir",
             ) from None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write aside and rename: a reader sees the old file or the new one."""
-    aside = path.with_name(path.name + ".partial")
-    try:
-        with open(aside, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise

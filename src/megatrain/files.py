@@ -1,0 +1,55 @@
+"""Files that a run writes in its folder: never through a link, which could lead anywhere, and never into a pipe.
+
+The folder itself may be a link: that is where its owner wants it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from megatrain.errors import UsageError
+
+_HINT = "remove it, or choose another folder with --output-dir"
+
+
+def open_own(path: Path, flags: int) -> int:
+    """`os.open` with the permissions of the umask. Raises UsageError for a link or what is no file, OSError."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            refuse_link(path)
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UsageError("is no file, and a run is to write there", where=str(path), hint=_HINT)
+    return fd
+
+
+def refuse_link(path: Path) -> None:
+    """Raises UsageError if `path` is a link."""
+    if path.is_symlink():
+        raise UsageError(
+            f"is a link to {os.readlink(path)}, and a run writes no file through a link", where=str(path), hint=_HINT
+        )
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write aside, force to the disk and rename: a reader sees the old file or the new one. A link is replaced.
+
+    Raises OSError.
+    """
+    aside = path.with_name(path.name + ".partial")
+    aside.unlink(missing_ok=True)
+    try:
+        with os.fdopen(open_own(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
