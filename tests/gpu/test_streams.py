@@ -115,6 +115,7 @@ def run(
     head_slices: int = 0,
     attention: str = "sdpa",
     kept_attention: str = "",
+    expert_groups: int = 0,
 ) -> tuple[list[tuple[float, float]], Tensor]:
     """(loss, norm) of each step, and all gradients, weights and moments at the end as one checksum vector."""
     for host in store.units:
@@ -146,6 +147,7 @@ def run(
         embedding_rows=CONFIG.vocab_size if head_slices else 0,
         attention_bytes=ATTENTION_BYTES if kept_attention else 0,
         attention_buffers=2 if kept_attention == "host" else 0,
+        expert_groups=expert_groups,
     )
     executor = StreamingExecutor(model, store=store, device=device, geometry=geometry, updates=worker, poison=True)
     numbers = []
