@@ -14,6 +14,7 @@ from megatrain.host.pages import BORDER, footprint
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
 from megatrain.plan.experts import GroupedExperts
 from megatrain.plan.hardware import Limit
+from megatrain.plan.process import STREAMING_BYTES
 from megatrain.plan.slices import SlicedEnds
 
 HEAD_CHUNKS = (4096, 2048, 1024, 512, 256, 128, 64)
@@ -158,9 +159,15 @@ def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
     host["this process so far"] = terms.process_bytes
     if terms.libraries_bytes:
         host["libraries and compiler"] = terms.libraries_bytes
+    if _streams(chosen, sizes=sizes) and terms.libraries_bytes and not chosen.on_cpu:
+        host["the driver's part of streaming"] = STREAMING_BYTES
     if terms.reserve:
         host["left to the system"] = terms.reserve
     return replace(chosen, host=host, device=device)
+
+
+def _streams(chosen: MemoryPlan, *, sizes: ModelSizes) -> bool:
+    return chosen.resident < len(units_of(sizes)) or chosen.load_buffers + chosen.attention_buffers > 0
 
 
 # --- host and disk ---------------------------------------------------------------------------------------

@@ -1,20 +1,20 @@
 """What the process holds beside what it allocates for training: libraries, the CUDA driver's part, the compiler.
 
-It cannot be known before it is there, so it was measured (peak resident memory less what was planned and is
-accounted for), with PyTorch 2.11 and transformers 5:
-
-* on an H200 host, from the runs in benchmarks/h200.md: 3.9 GiB for the 7B shape, 3.4 GiB for 3B, 1.1 GiB less
-  where nothing was compiled;
-* on the CPU: `benchmarks/memory_check.py`.
+It cannot be known before it is there, so it was measured with PyTorch 2.11 and transformers 5 (benchmarks/h200.md has
+resident memory by kind and phase): on an H200 host a process that had planned held 0.95 GiB, and 0.72 GiB more once it
+had run two compiled steps, whatever the model; where something streamed, the driver took up to two blocks of half a GiB
+for it. On the CPU: `benchmarks/memory_check.py`.
 """
 
 from __future__ import annotations
 
 MIB = 1 << 20
-CUDA_BYTES = 2800 * MIB
+CUDA_BYTES = 1250 * MIB
 """Python, PyTorch, transformers and the CUDA libraries with a context, once kernels ran."""
-COMPILER_BYTES = 1100 * MIB
+COMPILER_BYTES = 480 * MIB
 """Inductor, Triton and what they compiled, in this process."""
+STREAMING_BYTES = 512 * MIB
+"""Shared memory of the CUDA driver where anything streams."""
 CPU_BYTES = 640 * MIB
 """Python, PyTorch and transformers, once layers ran on the CPU."""
 
