@@ -1,4 +1,4 @@
-"""Experts in groups on a real device: overlapped = not overlapped, no hidden synchronisation, bf16 noise of whole layers.
+"""Experts in groups on a real device: overlapped = not overlapped, no hidden synchronisation, noise of bf16.
 
 Groups of 100 MB with very little compute, as in test_streams.py.
 """
