@@ -13,6 +13,14 @@ DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, err
 """The `errno` of an OSError that is the disk's fault and not a bug of ours."""
 
 
+def addressed(message: str, *, where: str | None) -> str:
+    """Where and what. A key that ends the one and begins the other is said once: `--set optimizer.lr: must be ...`."""
+    if not where:
+        return message
+    last = where.rpartition(" ")[2]
+    return f"{where}: {message.removeprefix(f'{last}: ')}"
+
+
 class MegatrainError(Exception):
     """A failure with an address: what is wrong, where, and what to do about it."""
 
@@ -26,7 +34,7 @@ class MegatrainError(Exception):
         self.where = where  # file:line, row number, parameter or key
 
     def __str__(self) -> str:
-        head = f"{self.where}: {self.message}" if self.where else self.message
+        head = addressed(self.message, where=self.where)
         return f"{head}\nhint: {self.hint}" if self.hint else head
 
 

@@ -168,7 +168,7 @@ def test_check_with_an_override(capsys: pytest.CaptureFixture[str]) -> None:
     assert called(capsys, "recipe", "check", "quickstart", "--set", "data.eval_fraction=0.2")[0] == 0
     code, _, err = called(capsys, "recipe", "check", "quickstart", "--set", "optimizer.lr=-1")
     assert code == 2
-    assert err == "error: --set optimizer.lr: optimizer.lr: must be more than 0, not `-1`\n"
+    assert err == "error: --set optimizer.lr: must be more than 0, not `-1`\n"
 
 
 def test_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from megatrain.errors import DISK_FAULTS, DiskError, DoesNotFit, MegatrainError, UsageError
+from megatrain.errors import DISK_FAULTS, DiskError, DoesNotFit, MegatrainError, UsageError, addressed
 from megatrain.files import write_whole
 from megatrain.report.console import colours
 
@@ -83,8 +83,7 @@ def error_object(error: MegatrainError) -> dict[str, Any]:
 
 def print_error(error: MegatrainError) -> None:
     """The message and its hint on stderr."""
-    where = f"{error.where}: " if error.where else ""
-    _print_message(f"{where}{error.message}", hint=error.hint)
+    _print_message(addressed(error.message, where=error.where), hint=error.hint)
 
 
 def usage_failure(message: str, *, json: bool) -> int:

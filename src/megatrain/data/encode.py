@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatrain.data.chat import ChatTemplate
 from megatrain.data.formats import Completion, Content, Conversation, Text
+from megatrain.data.growth import Growth
 from megatrain.data.records import BadRow
 from megatrain.data.samples import Flags, Tokens
 from megatrain.data.tokenizer import is_panic
@@ -49,6 +50,7 @@ class Encoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, train_on: str) -> None:
         self._tokenizer = tokenizer
         self._backend: Any = tokenizer.backend_tokenizer
+        self._growth = Growth.of_backend(self._backend)
         self._train_on = train_on
         self._bos: int | None = tokenizer.bos_token_id
         self._eos: int | None = tokenizer.eos_token_id
@@ -88,6 +90,7 @@ class Encoder:
             case Text(text):
                 draft = Draft(text, (Span(0, len(text)),), True, True, True)
         _refuse_surrogates(draft.text)
+        self._growth.check(draft.text)
         return draft
 
     def encode(self, drafts: Sequence[Draft]) -> list[Encoded]:

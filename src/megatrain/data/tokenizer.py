@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatrain.data.growth import Growth
+from megatrain.data.records import BadRow
 from megatrain.errors import DataError
 from megatrain.model import hub
 from megatrain.recipe import resolve_asset
@@ -16,6 +19,7 @@ if TYPE_CHECKING:
     from megatrain.recipe import Recipe
 
 _LARGEST = 1 << 30  # bytes of a tokenizer.json; the largest known ones have a twentieth of it
+_MOST_ADDED = 1024  # tokens around a text; one or two are usual
 _INLINE = ("{{", "{%", "\n")  # what tells a template from the name of a file
 
 
@@ -38,7 +42,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
                 hint="check the spelling and the network, or set tokenizer.path to a folder with a tokenizer.json",
             )
         local = cached or local
-    _check_size(local / "tokenizer.json")
+    _check_file(local / "tokenizer.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(local) if local.is_dir() else name,
@@ -61,6 +65,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
             where=key,
             hint="use a tokenizer with a tokenizer.json (a fast one)",
         )
+    _check_template(tokenizer, where=f"{key} ({path})")
     if recipe.tokenizer.chat_template is not None:
         tokenizer.chat_template = _template_text(recipe.tokenizer.chat_template)
     # A length or a padding that was saved with the tokenizer would cut rows behind our back.
@@ -74,10 +79,40 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__module__ == "pyo3_runtime" and type(error).__name__ == "PanicException"
 
 
-def _check_size(file: Path) -> None:
+def _check_file(file: Path) -> None:
+    """Refuse what would take all memory when it is loaded: the library normalizes added tokens then, and cannot be
+    interrupted. What it makes of rows is looked at row by row, see growth.py."""
     size = file.stat().st_size if file.is_file() else 0
     if size > _LARGEST:
         raise DataError(f"a tokenizer of {format_size(size)} is no tokenizer", where=str(file))
+    values = _read_object(file) if size else {}
+    normalizer, added = values.get("normalizer"), values.get("added_tokens")
+    growth = Growth.of(normalizer if isinstance(normalizer, dict) else None)
+    if growth.is_bounded or not isinstance(added, list):
+        return
+    for token in added:
+        if isinstance(token, dict) and isinstance(token.get("content"), str):
+            try:
+                growth.check(token["content"])
+            except BadRow as reason:
+                raise DataError(f"added token {str(token['content'])[:40]!r}: {reason}", where=str(file)) from None
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """An empty one for what is no JSON: the library says what is wrong with it."""
+    try:
+        values = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase, *, where: str) -> None:
+    added = tokenizer.backend_tokenizer.num_special_tokens_to_add(False)
+    if added > _MOST_ADDED:
+        raise DataError(
+            f"the tokenizer adds {added:,} tokens to every text, and {_MOST_ADDED} are the limit", where=where
+        )
 
 
 def _template_text(template: str) -> str:

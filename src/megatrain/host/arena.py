@@ -35,10 +35,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ArenaReport:
-    """What was asked to be page-locked and what is."""
+    """What there is, and what of it is page-locked."""
 
     total_bytes: int
-    wanted_locked_bytes: int
     locked_bytes: int
     failure: str | None  # why the rest is pageable
 
@@ -94,7 +93,7 @@ class Arena:
 
     @property
     def report(self) -> ArenaReport:
-        return ArenaReport(self._size, self._wanted_locked, sum(self._locked.values()), self._failure)
+        return ArenaReport(self._size, sum(self._locked.values()), self._failure)
 
     @property
     def pinned_fraction(self) -> float:

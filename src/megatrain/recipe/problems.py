@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatrain.errors import MegatrainError, NotAvailable, RecipeError
+from megatrain.errors import MegatrainError, NotAvailable, RecipeError, addressed
 from megatrain.recipe.tree import Mark
 
 _TOLD = 50  # mistakes; who has more mends these first
@@ -37,7 +37,7 @@ def error_of(problems: Sequence[Problem], *, source: str) -> MegatrainError:
         return kind(problem.message, hint=problem.hint, where=str(problem.mark))
     lines = [f"{len(ordered)} problems"]
     for problem in ordered[:_TOLD]:
-        lines.append(f"  {problem.mark}: {problem.message}")
+        lines.append(f"  {addressed(problem.message, where=str(problem.mark))}")
         if problem.hint:
             lines.append(f"    {problem.hint}")
     if len(ordered) > _TOLD:
