@@ -22,6 +22,7 @@ from megatrain.report.events import StepReport
 
 MIB = 1 << 20
 RSS_GROWTH_BYTES = 16 * MIB  # the allocator's arenas settle; a gradient kept each step would be 2 MiB a step
+FAULTS_GROWTH = 100  # minor faults a step; a buffer of 2 MiB that is taken anew in each step would be 512
 WARM_SHARE = 0.2  # of the steps: the first checkpoints and evaluations are in it
 
 
@@ -84,13 +85,21 @@ def problems(samples: Sequence[Sample], *, steps: int) -> list[str]:
         found.append(f"RSS grew by {(warm[-1].rss_bytes - warm[0].rss_bytes) / MIB:.1f} MiB")
     if warm[-1].vram_bytes > warm[0].vram_bytes:
         found.append(f"VRAM grew by {(warm[-1].vram_bytes - warm[0].vram_bytes) / MIB:.1f} MiB")
+    half = len(warm) // 2
+    before, now = _faults(warm[: half + 1]), _faults(warm[half:])
+    if now > before + FAULTS_GROWTH:
+        found.append(f"minor faults: {before:.0f} a step before, {now:.0f} now")
     # a checkpoint that is being written has a few of its own: the quiet moments are compared
     for name in ("files", "threads"):
-        half = len(warm) // 2
         first, last = (min(getattr(s, name) for s in part) for part in (warm[:half], warm[half:]))
         if last > first:
             found.append(f"{name}: {first} before, {last} now")
     return found
+
+
+def _faults(samples: Sequence[Sample]) -> float:
+    """Per step, from the first to the last."""
+    return (samples[-1].minor_faults - samples[0].minor_faults) / max(1, samples[-1].step - samples[0].step)
 
 
 def main() -> None:
