@@ -31,6 +31,10 @@ WHOLE_LOGIT_BYTES = 16
 """In fp32, and where one chunk takes all rows, the loss is PyTorch's own, with log-softmax kept for the backward."""
 RECOMPUTE_FACTOR = 1.5
 """Peak of one layer's backward over what autograd saved for it: 1.41 to 1.45 measured for Llama and Qwen2 layers."""
+GROUP_FACTOR = 2.0
+"""The same of a group of experts, over what autograd saves for all experts at once: a group passes over every choice of
+every token, and masks those that are not its own. 1.70 measured where half of the choices were the group's, 1.95 where
+all were (a Mixtral layer in fp32 on a CPU; all experts at once: 1.29)."""
 COMPILED_KEPT = 0.65
 """What a kept graph of a compiled layer holds over what autograd would have saved: 0.60 to 0.66 measured on an H200
 (Qwen2.5 0.5B to 7B and Llama 8B layers)."""
@@ -312,7 +316,7 @@ def _backward_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
         layer = experts.known.rest_bytes_per_token * tokens
         group = experts.known.expert_bytes_per_token * tokens
         own = largest(experts.layers).param_bytes
-        return max(int(RECOMPUTE_FACTOR * layer) + own, int(RECOMPUTE_FACTOR * group) + experts.group_bytes)
+        return max(int(RECOMPUTE_FACTOR * layer) + own, int(GROUP_FACTOR * group) + experts.group_bytes)
     saved, widest = terms.sizes.saved_bytes_per_token, terms.sizes.widest_bytes_per_token
     held = max(COMPILED_WIDEST * widest, COMPILED_KEPT * saved + COMPILED_BEYOND * widest)
     each = held if terms.compiled else RECOMPUTE_FACTOR * saved
