@@ -120,8 +120,9 @@ def measure(case: Case) -> dict[str, Any]:
     from megatrain.report.process import host_peak_bytes
     from megatrain.train.bench import Bench, fill_synthetic, run_steps
     from megatrain.train.bench_tokens import random_tokens
-    from megatrain.train.build import build_rooms, plan_run
+    from megatrain.train.build import build_rooms
     from megatrain.train.model_config import read_config
+    from megatrain.train.planning import plan_run
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "check.yaml")

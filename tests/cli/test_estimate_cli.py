@@ -19,8 +19,8 @@ from megatrain.model.user_cache import cache_folder
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.recipe import load_recipe
 from megatrain.train import machine
-from megatrain.train.build import plan_run
 from megatrain.train.model_config import read_config
+from megatrain.train.planning import plan_run
 from megatrain.train.structure import collector_paused
 
 CONFIG = {

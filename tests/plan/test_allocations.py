@@ -14,8 +14,9 @@ from torch import Tensor
 from megatrain.plan.accounting import SENDS_IN_FLIGHT, MemoryPlan
 from megatrain.recipe import Recipe, recipe_from_dict
 from megatrain.stream.device import CpuDevice
-from megatrain.train.build import Rooms, build_rooms, plan_run
+from megatrain.train.build import Rooms, build_rooms
 from megatrain.train.model_config import read_config
+from megatrain.train.planning import plan_run
 
 STORE = ("weights as streamed", "low halves of the masters", "optimizer moments", "gradients", "activations")
 BUFFERS = ("weight slots", "stem and tail", "fp32 gradient sums", "gradient buffers", "resident units")

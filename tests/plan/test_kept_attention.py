@@ -15,8 +15,9 @@ from megatrain.plan.explain import explain
 from megatrain.plan.rates import assumed_rates
 from megatrain.plan.speed import estimate
 from megatrain.stream import activations
-from megatrain.train.build import build_rooms, plan_run
+from megatrain.train.build import build_rooms
 from megatrain.train.model_config import read_config
+from megatrain.train.planning import plan_run
 from plan.jobs import GIB, SEVEN_B, job, limits
 from plan.test_allocations import BUFFERS, STORE, Counting, recipe_of
 

@@ -14,9 +14,10 @@ from megatrain.errors import RecipeError
 from megatrain.plan.accounting import checkpoint_bytes
 from megatrain.recipe import Recipe
 from megatrain.report.events import StepReport
-from megatrain.train.build import build_rooms, plan_run
+from megatrain.train.build import build_rooms
 from megatrain.train.export import export_checkpoint
 from megatrain.train.model_config import read_config
+from megatrain.train.planning import plan_run
 from megatrain.train.signals import Interrupted, StopFlag
 
 STEPS = 8

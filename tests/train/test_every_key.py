@@ -24,7 +24,7 @@ from megatrain.recipe import Recipe, Source, recipe_from_dict, resolve_asset
 from megatrain.recipe.suggest import sections
 from megatrain.report.metrics import read_metrics
 from megatrain.stream.device import CpuDevice
-from megatrain.train import build
+from megatrain.train import planning
 from megatrain.train.model_config import read_config
 
 Values = dict[str, Any]  # dotted keys
@@ -232,9 +232,9 @@ def _kernels(recipe: Recipe) -> bool:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            patch.setattr(build, "open_cuda", _stop)
+            patch.setattr(planning, "open_cuda", _stop)
             with pytest.raises(_Stopped):
-                build.plan_run(wanted, config=read_config(wanted))
+                planning.plan_run(wanted, config=read_config(wanted))
             return torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(before)
@@ -250,10 +250,10 @@ def _compiled(recipe: Recipe) -> bool:
 
     card = DeviceMemory(total_bytes=1 << 35, free_bytes=1 << 35, name="a card")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "_open_device", lambda recipe: (CpuDevice(), "a card", card))
+        patch.setattr(planning, "_open_device", lambda recipe: (CpuDevice(), "a card", card))
         patch.setattr(StreamedModel, "build", note)
         with pytest.raises(_Stopped):
-            build.plan_run(recipe, config=read_config(recipe))
+            planning.plan_run(recipe, config=read_config(recipe))
     return bool(seen[0])
 
 

@@ -11,7 +11,7 @@ from whole import whole_recipe, write_rows
 
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.hardware import Limit
-from megatrain.train import build
+from megatrain.train import planning
 from megatrain.train.model_config import read_config
 from megatrain.train.prospect import _check_cut, new_rounding
 
@@ -40,7 +40,7 @@ def test_where_the_cut_of_before_has_no_room_another_is_planned_on_the_device_th
 ) -> None:
     """Opened twice, a GPU's context would count as what others hold, and not as ours."""
     opened: list[str] = []
-    open_device = build._open_device
+    open_device = planning._open_device
 
     def counted(recipe: Any) -> Any:
         opened.append(recipe.memory.device)
@@ -52,14 +52,14 @@ def test_where_the_cut_of_before_has_no_room_another_is_planned_on_the_device_th
         rows = write_rows(tmp_path / "rows.jsonl")
         return whole_recipe(tmp_path / "run", rows=rows, memory=settings, data=data, train={"batch_size": 64})
 
-    monkeypatch.setattr(build, "_open_device", counted)
+    monkeypatch.setattr(planning, "_open_device", counted)
     config = read_config(recipe())
-    large, small = (build.plan_run(recipe(micro_batch=n, host=8 << 30), config=config).plan for n in (64, 1))
+    large, small = (planning.plan_run(recipe(micro_batch=n, host=8 << 30), config=config).plan for n in (64, 1))
     host = (large.host_total + small.host_total) // 2
     opened.clear()
-    planned = build.plan_run(recipe(host=host), config=config, resumed=large)
+    planned = planning.plan_run(recipe(host=host), config=config, resumed=large)
     assert opened == ["cpu"]
     assert planned.plan.micro_batch < large.micro_batch
     assert planned.job.resumed is None
-    kept = build.plan_run(recipe(), config=config, resumed=small)
+    kept = planning.plan_run(recipe(), config=config, resumed=small)
     assert (kept.plan.micro_batch, kept.job.resumed) == (1, small)

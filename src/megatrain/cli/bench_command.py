@@ -69,8 +69,8 @@ def _measure(recipe: Recipe, *, own_data: bool, steps: int, traced_steps: int) -
     from megatrain.train.baselines.work import Work
     from megatrain.train.bench import bench
     from megatrain.train.bench_tokens import read_data
-    from megatrain.train.build import plan_run
     from megatrain.train.model_config import model_path, read_config
+    from megatrain.train.planning import plan_run
 
     prepared = read_data(recipe) if own_data else None
     planned = plan_run(recipe, config=read_config(recipe))

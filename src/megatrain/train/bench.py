@@ -13,7 +13,8 @@ from megatrain.host.store import HostStore
 from megatrain.stream.tracing import Span, TracedDevice
 from megatrain.train.bench_report import BenchReport, BenchStep, Course, StepTrace, bench_report
 from megatrain.train.bench_tokens import BenchTokens, random_tokens, recipe_tokens
-from megatrain.train.build import Planned, Rooms, build_rooms
+from megatrain.train.build import Rooms, build_rooms
+from megatrain.train.planning import Planned
 from megatrain.train.trainer import clip_factor
 
 LEARNING_RATE = 1e-5

@@ -18,7 +18,7 @@ from megatrain.report.bound import bound_by
 from megatrain.report.process import host_peak_bytes, vram_by_driver
 from megatrain.report.trace import busy_share, copy_rate
 from megatrain.stream.tracing import Span
-from megatrain.train.build import Planned
+from megatrain.train.planning import Planned
 from megatrain.train.yardstick import yardstick
 
 

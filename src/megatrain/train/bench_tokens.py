@@ -16,8 +16,9 @@ from megatrain.data.loader import StepBatch
 from megatrain.model.batch import IGNORE, MicroBatch
 from megatrain.model.config_values import vocabulary
 from megatrain.recipe import Recipe
-from megatrain.train.build import PAD_MULTIPLE_CUDA, Planned
+from megatrain.train.build import PAD_MULTIPLE_CUDA
 from megatrain.train.model_config import max_positions, read_config
+from megatrain.train.planning import Planned
 
 DIFFERENT = 2
 """Steps of random tokens that differ; they take turns."""

@@ -19,10 +19,10 @@ from megatrain.recipe import Recipe
 from megatrain.report.console import Console
 from megatrain.report.process import versions
 from megatrain.report.sinks import check_available
-from megatrain.train.build import Planned, plan_run
 from megatrain.train.intervals import total_steps
 from megatrain.train.manifest import Identity
 from megatrain.train.model_config import max_positions, read_config
+from megatrain.train.planning import Planned, plan_run
 from megatrain.train.resume import Start
 from megatrain.train.signals import StopFlag
 from megatrain.units import format_size

@@ -17,9 +17,10 @@ from megatrain.plan.words import gib, table
 from megatrain.report.console import Console
 from megatrain.stream.device import Device
 from megatrain.stream.device_cuda import others_bytes
-from megatrain.train.build import PAD_MULTIPLE_CUDA, Planned, build_executor
+from megatrain.train.build import PAD_MULTIPLE_CUDA, build_executor
 from megatrain.train.evaluation import evaluation_groups
 from megatrain.train.failure import device_is_full
+from megatrain.train.planning import Planned
 from megatrain.train.prospect import Prospect
 from megatrain.train.run import Run
 from megatrain.train.signals import StopFlag

@@ -14,11 +14,11 @@ from megatrain.plan.accounting import checkpoint_bytes
 from megatrain.plan.disk import MANY, DiskNeeds
 from megatrain.plan.preflight import disk_shortage, disk_words
 from megatrain.recipe import Recipe
-from megatrain.train.build import Planned
 from megatrain.train.checkpoint import SPARE_BYTES, droppable, state_bytes
 from megatrain.train.export import export_bytes
 from megatrain.train.intervals import times_due
 from megatrain.train.model_config import model_path
+from megatrain.train.planning import Planned
 from megatrain.train.prospect import Prospect
 from megatrain.train.resume import Start
 from megatrain.train.run import Run
