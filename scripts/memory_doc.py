@@ -81,6 +81,8 @@ def published() -> list[str]:
         ("120B dense", "the same, bf16 moments", "dense-120b", 141 * GIB, 1_500_000_000_000, ("optimizer.state=bf16",)),
         ("14B", "one 24 GB card, 256 GiB", "qwen2.5-14b", 24_000_000_000, 256 * GIB, ()),
         ("14B", "the same, batch 8", "qwen2.5-14b", 24_000_000_000, 256 * GIB, ("train.batch_size=8",)),
+        ("Mixtral-8x7B", "one card of 10 GiB, 768 GiB", "mixtral-8x7b", 10 * GIB, 768 * GIB, ()),
+        ("Mixtral-8x7B", "one 24 GB card, 768 GiB", "mixtral-8x7b", 24_000_000_000, 768 * GIB, ()),
         ("7B, 512k tokens of context", "one 141 GiB card, 192 GiB", "qwen2.5-7b", 141 * GIB, 192 * GIB, LONG),
         ("the same, 256k", "one 141 GiB card, 192 GiB", "qwen2.5-7b", 141 * GIB, 192 * GIB, SHORTER),
     )
