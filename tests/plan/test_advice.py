@@ -173,6 +173,12 @@ def test_what_of_the_disk_a_run_must_have_and_what_it_takes_to_keep_all(
     assert (known.least, known.all_kept) == (least * GIB, all_kept * GIB)
 
 
+def test_what_lies_beside_tensors_is_asked_for_once() -> None:
+    known = replace(needs(saves=9), spare=5)
+    assert (known.least, known.all_kept) == (170 * GIB + 5, 255 * GIB + 5)
+    assert replace(needs(saves=0, export=0), spare=5).least == 0
+
+
 def test_a_disk_is_short_of_what_must_be_or_of_what_is_kept() -> None:
     known = needs(saves=9)
     assert disk_shortage(known, free=255 * GIB) is None

@@ -1,6 +1,6 @@
 """Whole runs on really small disks, a tmpfs of a few MiB: what does not fit is refused before a weight is read.
 
-A checkpoint of the model takes 12.0 MiB and its export 2.0; for what lies beside them 4 MiB more are asked for each.
+A checkpoint of the model takes 12.0 MiB and its export 2.0; for what lies beside them 4 MiB more are asked for.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def fill(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "sections", "words"),
     [
-        (14, {}, "a checkpoint takes 16"),  # one checkpoint does not fit
-        (21, {}, "the exported model 6"),  # nor the export beside it
-        (30, SAVING, "the one before stays until it is whole"),  # nor the second checkpoint
-        (26, SAVING | {"output": {"export": False}}, "32.0 MiB of disk are needed"),
+        (15, {}, "a checkpoint takes 12"),  # one checkpoint does not fit
+        (17, {}, "the exported model 2"),  # nor the export beside it
+        (27, SAVING, "the one before stays until it is whole"),  # nor the second checkpoint
+        (26, SAVING | {"output": {"export": False}}, "28.0 MiB of disk are needed"),
     ],
 )
 def test_what_cannot_end_is_refused_before_a_weight_is_read(
@@ -133,7 +133,7 @@ def test_full_at_the_second_checkpoint(make_disk: MakeDisk, rows: Path, tmp_path
 
 def test_with_the_least_room_a_run_ends_and_older_checkpoints_go(make_disk: MakeDisk, rows: Path) -> None:
     """Two checkpoints and no more: the third makes the oldest go, and so does the export."""
-    disk = make_disk(33)
+    disk = make_disk(29)
 
     def fills(event: Any, stop: object) -> None:
         if isinstance(event, SaveReport) and event.step == 6:
@@ -166,7 +166,7 @@ def test_a_resume_asks_for_less_than_a_fresh_run(make_disk: MakeDisk, rows: Path
 
 @pytest.mark.slow
 def test_the_exit_code_and_the_last_line_of_a_process(make_disk: MakeDisk, rows: Path) -> None:
-    disk = make_disk(30)
+    disk = make_disk(26)
     command = [sys.executable, "-m", "megatrain", "finetune", "quickstart", "--json", "--set", f"data.train={rows}"]
     command += ["--set", "train.save_every=2", "--output-dir", str(disk / "run")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

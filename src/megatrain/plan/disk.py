@@ -23,6 +23,7 @@ class DiskNeeds:
     saves: int  # checkpoints that will be written, at least
     saves_at_most: int  # more where the clock decides, or the steps are not counted yet
     resumed: bool = False  # the newest checkpoint is here, and stays until the next is whole
+    spare: int = 0  # free beside whatever is written last
 
     @property
     def table(self) -> dict[str, int]:
@@ -48,4 +49,5 @@ class DiskNeeds:
         before = int(self.resumed)
         writing = min(keep, saves - 1 + before) + 1 - before if saves else 0
         ended = min(keep, saves + before) - before
-        return max(writing * self.checkpoint, ended * self.checkpoint + self.export)
+        most = max(writing * self.checkpoint, ended * self.checkpoint + self.export)
+        return most + self.spare if most else 0

@@ -39,12 +39,13 @@ def check_planned_room(prospect: Prospect, *, rundir: RunDir, start: Start, warn
         most=recipe.output.keep + 1,
     )
     needs = DiskNeeds(
-        checkpoint=checkpoint_bytes(planned.model.sizes, moment_bytes=planned.job.moment_bytes) + SPARE_BYTES,
+        checkpoint=checkpoint_bytes(planned.model.sizes, moment_bytes=planned.job.moment_bytes),
         export=_planned_export(recipe, planned=planned),
         keep=recipe.output.keep,
         saves=1 if saves is None else saves,
         saves_at_most=MANY if saves is None else saves,
         resumed=start.in_place and bool(start.candidates),
+        spare=SPARE_BYTES,
     )
     free = _free(rundir, start=start)
     _refuse(needs, free=free, rundir=rundir)
@@ -56,8 +57,8 @@ def check_planned_room(prospect: Prospect, *, rundir: RunDir, start: Start, warn
 
 def check_room(needs: DiskNeeds, *, run: Run, rundir: RunDir, start: Start) -> None:
     """The same with the bytes that were allocated and those that the export will have. Raises DiskError."""
-    export = export_bytes(run, dtype=run.recipe.output.export_dtype) + SPARE_BYTES if needs.export else 0
-    exact = replace(needs, checkpoint=state_bytes(run.store) + SPARE_BYTES, export=export)
+    export = export_bytes(run, dtype=run.recipe.output.export_dtype) if needs.export else 0
+    exact = replace(needs, checkpoint=state_bytes(run.store), export=export)
     _refuse(exact, free=_free(rundir, start=start), rundir=rundir)
 
 
@@ -86,14 +87,10 @@ def _planned_export(recipe: Recipe, *, planned: Planned) -> int:
     wanted, params = recipe.output.export_dtype, planned.model.sizes.params_total
     folder = Path(model_path(recipe))
     if wanted != "auto":
-        tensors = (4 if wanted == "fp32" else 2) * params
-    elif recipe.model.init == "random":
-        tensors = planned.model.spec.precision.itemsize * params
-    elif folder.is_dir() and has_weights(folder):
-        tensors = locate(folder).nbytes
-    else:
-        tensors = 2 * params  # not fetched yet
-    return tensors + SPARE_BYTES
+        return (4 if wanted == "fp32" else 2) * params
+    if recipe.model.init == "random":
+        return planned.model.spec.precision.itemsize * params
+    return locate(folder).nbytes if folder.is_dir() and has_weights(folder) else 2 * params  # not fetched yet
 
 
 def _size(folder: Path) -> int:
