@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,10 +19,9 @@ TOKENS, WIDTH, COUNT, CHOSEN = 33, 16, 5, 3
 
 
 def mixtral(**changes: object) -> tuple[nn.Module, LayerList]:
-    config = AutoConfig.for_model(
-        "mixtral", hidden_size=WIDTH, intermediate_size=24, num_local_experts=COUNT, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, vocab_size=64, **changes,
-    )  # fmt: skip
+    fields = {"hidden_size": WIDTH, "intermediate_size": 24, "num_local_experts": COUNT, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    config = AutoConfig.for_model("mixtral", **(fields | heads | changes))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     return model, find_layers(model, count=2)
@@ -139,9 +140,17 @@ def test_refusals() -> None:
     with pytest.raises(NotGroupable, match="MixtralDecoderLayer has experts in 2 places"):
         find_all(found.layers, parts=parts_of(model, found=found).layers)
     _, found = mixtral()
-    smaller = AutoConfig.for_model("mixtral", hidden_size=WIDTH, intermediate_size=8, num_local_experts=COUNT)
+    smaller = copy.deepcopy(model.config)
+    smaller.intermediate_size = 8
     found.layers[1].mlp.experts = MixtralExperts(smaller)
     with pytest.raises(NotGroupable, match="different shapes"):
+        find_all(found.layers, parts=parts_of(model, found=found).layers)
+    model, found = mixtral()
+    model.set_experts_implementation("eager")
+    with pytest.raises(NotGroupable, match="MixtralExperts runs as 'eager'"):
+        find_all(found.layers, parts=parts_of(model, found=found).layers)
+    model, found = mixtral(num_local_experts=3)
+    with pytest.raises(NotGroupable, match="MixtralExperts has no more than 3 experts"):
         find_all(found.layers, parts=parts_of(model, found=found).layers)
 
 

@@ -28,7 +28,9 @@ def test_only_what_decides_rounding_is_told() -> None:
     assert "logits" not in said
 
 
-@pytest.mark.parametrize("change", [{"head_slices": -4}, {"head_slices": 1}, {"micro_batch": 9}, {"head_chunk": 0}])
+@pytest.mark.parametrize(
+    "change", [{"head_slices": -4}, {"head_slices": 1}, {"expert_groups": -1}, {"micro_batch": 9}, {"head_chunk": 0}]
+)
 def test_a_plan_that_no_planner_made_is_not_taken(change: dict[str, int]) -> None:
     _check_cut(PLAN, batch_size=8)
     with pytest.raises(ValueError, match="not a plan"):

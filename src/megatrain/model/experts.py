@@ -113,6 +113,9 @@ def find_experts(layer: nn.Module, *, parts: LayerParts) -> Experts | None:
         raise NotGroupable(f"{kind} shares parameters with other layers")
     if any(parts.tensors[name].shape[:1] != (count,) for name in names) or list(module.buffers()):
         raise NotGroupable(f"{kind} holds tensors that are not divided by expert")
+    way = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if way != "grouped_mm":
+        raise NotGroupable(f"{kind} runs as {way!r}, which not everywhere knows choices of other experts")
     return Experts(module, names, parts.sites.only(names), count, ExpertCall(module))
 
 
