@@ -8,7 +8,6 @@ from drive import Result, Streamed, differences, make_batches, reference_model, 
 from variants import VARIANTS, attention_of, config_of
 
 from megatrain.model.experts import NotGroupable
-from megatrain.model.grouping import Grouping
 
 GROUPABLE = (
     "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "granitemoe",
@@ -74,17 +73,6 @@ def test_family_in_groups(variant: str) -> None:
 @pytest.mark.parametrize("variant", [v for v in GROUPABLE if v not in DEFAULT])
 def test_every_other_family_in_groups(variant: str) -> None:
     grouped_against_whole(variant)
-
-
-@pytest.mark.parametrize("variant", GROUPABLE)
-def test_families_that_can(variant: str) -> None:
-    spec = Streamed(
-        reference_model(config_of(variant), attention=attention_of(variant)),
-        config=config_of(variant),
-        attention=attention_of(variant),
-    )
-    assert isinstance(spec.model.grouping, Grouping)
-    assert spec.model.grouping.count == 4
 
 
 @pytest.mark.parametrize("variant", REFUSED)
