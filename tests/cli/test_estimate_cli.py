@@ -17,6 +17,7 @@ from megatrain.cli import estimate_command
 from megatrain.errors import ModelError, UsageError
 from megatrain.model.user_cache import cache_folder
 from megatrain.plan.accounting import MemoryPlan
+from megatrain.plan.disk import SPARE_BYTES
 from megatrain.recipe import load_recipe
 from megatrain.train import machine
 from megatrain.train.model_config import read_config
@@ -179,21 +180,21 @@ def test_a_disk_without_room_for_a_checkpoint_does_not_fit(
     often = ("train.save_every=10", "output.keep=3")
     disk = estimated(capsys, folder)["disk"]
     one, export = disk["checkpoint being written"], disk["exported model"]
-    monkeypatch.setattr(machine, "disk_free", lambda path: 2 * one)
+    monkeypatch.setattr(machine, "disk_free", lambda path: 2 * one + SPARE_BYTES)
     assert 2 * one >= one + export
     some = estimated(capsys, folder, *often)
     assert some["fits"] is True
     assert any("lower output.keep" in line for line in some["advice"])
-    monkeypatch.setattr(machine, "disk_free", lambda path: 2 * one - 1)
+    monkeypatch.setattr(machine, "disk_free", lambda path: 2 * one + SPARE_BYTES - 1)
     none = estimated(capsys, folder, *often)
     assert (none["fits"], none["exit_code"]) == (False, 3)
     assert any("of disk are needed" in line for line in none["advice"])
     elsewhere = estimated(capsys, folder, *often, host="8GiB")
     assert elsewhere["fits"] is True
-    monkeypatch.setattr(machine, "disk_free", lambda path: one + export)
+    monkeypatch.setattr(machine, "disk_free", lambda path: one + export + SPARE_BYTES)
     assert estimated(capsys, folder)["fits"] is True
     assert estimated(capsys, folder, "train.save_every=30 min")["fits"] is True
-    monkeypatch.setattr(machine, "disk_free", lambda path: one + export - 1)
+    monkeypatch.setattr(machine, "disk_free", lambda path: one + export + SPARE_BYTES - 1)
     assert estimated(capsys, folder)["exit_code"] == 3
 
 

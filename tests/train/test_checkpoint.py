@@ -15,8 +15,9 @@ from fakes import IDENTITY, RecordingConsole, bits, stage, tiny_store
 
 from megatrain.errors import DiskError
 from megatrain.host.store import HostStore
+from megatrain.plan.disk import SPARE_BYTES
 from megatrain.train import checkpoint_writer
-from megatrain.train.checkpoint import SPARE_BYTES, Checkpoint, find_checkpoints, state_bytes
+from megatrain.train.checkpoint import Checkpoint, find_checkpoints, state_bytes
 from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.manifest import Damaged, Manifest
 from megatrain.train.signals import StopFlag

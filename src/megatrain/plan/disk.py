@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 MANY = 1 << 30
 """Checkpoints, where nobody knows how many."""
+SPARE_BYTES = 4 << 20
+"""Beside the tensors of a checkpoint or a model: manifest, headers, tokenizer, directory entries."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,6 @@ class DiskNeeds:
     saves: int  # checkpoints that will be written, at least
     saves_at_most: int  # more where the clock decides, or the steps are not counted yet
     resumed: bool = False  # the newest checkpoint is here, and stays until the next is whole
-    spare: int = 0  # free beside whatever is written last
 
     @property
     def table(self) -> dict[str, int]:
@@ -50,4 +51,4 @@ class DiskNeeds:
         writing = min(keep, saves - 1 + before) + 1 - before if saves else 0
         ended = min(keep, saves + before) - before
         most = max(writing * self.checkpoint, ended * self.checkpoint + self.export)
-        return most + self.spare if most else 0
+        return most + SPARE_BYTES if most else 0

@@ -24,8 +24,6 @@ from megatrain.train.state import TrainState
 
 _NAME = re.compile(r"step-(\d{6,})")
 _GIVEN_UP = "given-up-{}"
-SPARE_BYTES = 4 << 20
-"""Beside the tensors of a checkpoint or a model: manifest, headers, tokenizer, directory entries."""
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from queue import SimpleQueue
 from megatrain.errors import DiskError
 from megatrain.host.state_files import FileRecord, write_unit
 from megatrain.host.store import HostStore, HostUnit
+from megatrain.plan.disk import SPARE_BYTES
 from megatrain.report.console import Console
 from megatrain.report.events import SaveReport
 from megatrain.report.text import clock
 from megatrain.train import manifest as manifests
 from megatrain.train.checkpoint import (
-    SPARE_BYTES,
     file_name,
     given_up,
     make_room,

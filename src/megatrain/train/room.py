@@ -14,7 +14,7 @@ from megatrain.plan.accounting import checkpoint_bytes
 from megatrain.plan.disk import MANY, DiskNeeds
 from megatrain.plan.preflight import disk_shortage, disk_words
 from megatrain.recipe import Recipe
-from megatrain.train.checkpoint import SPARE_BYTES, droppable, state_bytes
+from megatrain.train.checkpoint import droppable, state_bytes
 from megatrain.train.export import export_bytes
 from megatrain.train.intervals import times_due
 from megatrain.train.model_config import model_path
@@ -45,7 +45,6 @@ def check_planned_room(prospect: Prospect, *, rundir: RunDir, start: Start, warn
         saves=1 if saves is None else saves,
         saves_at_most=MANY if saves is None else saves,
         resumed=start.in_place and bool(start.candidates),
-        spare=SPARE_BYTES,
     )
     free = _free(rundir, start=start)
     _refuse(needs, free=free, rundir=rundir)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import MegatrainError, UsageError
+from megatrain.plan.disk import SPARE_BYTES
 from megatrain.recipe import Recipe
 from megatrain.report.console import Console
 from megatrain.report.events import RunReport
@@ -23,7 +24,6 @@ from megatrain.report.process import host_peak_bytes, versions
 from megatrain.report.sinks import open_sinks
 from megatrain.train.build import build_run
 from megatrain.train.checkpoint import (
-    SPARE_BYTES,
     Checkpoint,
     give_up_after,
     make_room,
