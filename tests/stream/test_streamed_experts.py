@@ -106,7 +106,7 @@ def three_steps(name: str, *, groups: int) -> After:
         return After(numbers, {n: w.clone() for n, w in run.weights().items()})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[1:])
 def test_three_clipped_steps_and_an_evaluation_are_those_of_whole_layers(name: str) -> None:
     """Router loss included, and a layer without experts among them."""
     whole, grouped = (three_steps(name, groups=groups) for groups in (0, 3))
