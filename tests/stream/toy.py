@@ -248,6 +248,9 @@ class ToyModel:
         layouts = [unit.layout for unit in self.anatomy.layers]
         return tuple(ToyGroups.of(x, count=count) if count and len(x.params) > 1 else None for x in layouts)
 
+    def tile_mlps(self, tokens: int) -> None:
+        assert tokens == 0
+
     def bind_sliced(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor], rows: Tensor) -> ToySlices:
         self.bind_outer(stem={**stem, "embed": rows}, tail=tail)
         self.slices = ToySlices()

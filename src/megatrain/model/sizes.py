@@ -10,9 +10,10 @@ import torch
 from megatrain.model.anatomy import Anatomy, Unit
 from megatrain.model.grouping import Grouping
 from megatrain.model.layout import Entry
-from megatrain.model.sizes_types import ExpertSizes, ModelSizes, SliceSizes, UnitSizes
+from megatrain.model.sizes_types import ExpertSizes, ModelSizes, SliceSizes, TileSizes, UnitSizes
 from megatrain.model.skeleton import ModelSpec
 from megatrain.model.slicing import Slicing
+from megatrain.model.tiles import Tiling
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
@@ -28,6 +29,7 @@ def model_sizes(
     attention_bytes_per_token: int,
     slicing: Slicing | None,
     grouping: Grouping | None,
+    tiling: Tiling | None,
 ) -> ModelSizes:
     """hidden_shape: of one token, [1, 1, D] or [A, 1, 1, D]; the bytes per token: see ModelSizes."""
     entries = [e for unit in anatomy.units for e in unit.layout.entries]
@@ -48,6 +50,9 @@ def model_sizes(
         attention_bytes_per_token=attention_bytes_per_token,
         config_hash=_hash(spec),
         slicing=None if slicing is None else _slices(slicing, anatomy=anatomy),
+        tiling=None
+        if tiling is None
+        else TileSizes(tiling.rest_bytes_per_token, tiling.mlp_bytes_per_token, tiling.elems),
         experts=None if grouping is None else _groupable(grouping, anatomy=anatomy, chosen=chosen),
     )
 

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megatrain.model.sizes_types import ExpertSizes, ModelFacts, ModelSizes, SliceSizes, UnitSizes
+from megatrain.model.sizes_types import ExpertSizes, ModelFacts, ModelSizes, SliceSizes, TileSizes, UnitSizes
 from megatrain.model.user_cache import keep, read_kept
 
 
@@ -47,7 +47,9 @@ def find_facts(key: SizesKey) -> ModelFacts | None:
         ends = {"stem": _unit(sizes["stem"]), "tail": _unit(sizes["tail"])}
         slicing = None if sizes["slicing"] is None else SliceSizes(**sizes["slicing"])
         experts = None if sizes["experts"] is None else _experts(sizes["experts"])
-        known = ModelSizes(**{**sizes, **ends, "layers": layers, "slicing": slicing, "experts": experts})
+        tiling = None if sizes["tiling"] is None else TileSizes(**sizes["tiling"])
+        parts = {"layers": layers, "slicing": slicing, "experts": experts, "tiling": tiling}
+        known = ModelSizes(**{**sizes, **ends, **parts})
         facts = ModelFacts(**{**found, "sizes": known})
     except (KeyError, TypeError):
         return None
@@ -74,9 +76,10 @@ def _whole(facts: ModelFacts) -> bool:
     experts = sizes.experts
     units = (sizes.stem, *sizes.layers, sizes.tail, *(experts.rest if experts else ()))
     numbers = [v for u in units for k, v in asdict(u).items() if k != "name"]
-    others = ("stem", "layers", "tail", "config_hash", "slicing", "experts", "rest", "elems", "itemsizes")
+    others = ("stem", "layers", "tail", "config_hash", "slicing", "experts", "tiling", "rest", "elems", "itemsizes")
     numbers += [v for k, v in asdict(sizes).items() if k not in others]
-    numbers += [] if sizes.slicing is None else asdict(sizes.slicing).values()
+    for part in (sizes.slicing, sizes.tiling):
+        numbers += [] if part is None else asdict(part).values()
     if experts:
         numbers += [*(v for k, v in asdict(experts).items() if k not in others), *experts.elems, *experts.itemsizes]
         if len(experts.rest) != len(sizes.layers) or not len(experts.elems) == len(experts.itemsizes) > 0:

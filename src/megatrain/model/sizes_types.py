@@ -43,6 +43,15 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True)
+class TileSizes:
+    """Of a model whose MLPs can run in tiles (model/tiles.py)."""
+
+    rest_bytes_per_token: int  # what autograd keeps of the hungriest layer without its MLP
+    mlp_bytes_per_token: int  # and of the MLP
+    elems: int  # of the largest MLP
+
+
+@dataclass(frozen=True)
 class ModelSizes:
     """`saved_bytes_per_token`: what autograd keeps for the backward of the hungriest layer, weights excluded.
 
@@ -64,6 +73,7 @@ class ModelSizes:
     config_hash: str
     slicing: SliceSizes | None = None  # None: head and embedding can only come whole
     experts: ExpertSizes | None = None  # None: there are none, or they can only come with their layer
+    tiling: TileSizes | None = None  # None: layers can only run whole
     widest_bytes_per_token: int = 0
     attention_bytes_per_token: int = 0
 

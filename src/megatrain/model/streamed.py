@@ -46,6 +46,7 @@ from megatrain.model.sliced_tail import SliceableHead
 from megatrain.model.slicing import NotSliceable, Slicing, find_slicing
 from megatrain.model.stubs import LayerCall, Recorder, Stub
 from megatrain.model.tail import Head
+from megatrain.model.tiles import Tiling, find_tiling, set_tiles
 from megatrain.model.trial import Trial, run_trial
 from megatrain.model.unread import skip_unread
 
@@ -86,10 +87,13 @@ class StreamedModel:
         rng: Rng,
         slicing: Slicing | None,
         grouping: Grouping | NotGroupable,
+        tiling: Tiling | None,
     ) -> None:
         self.spec = spec
         self.grouping = grouping  # NotGroupable: experts, if there are any, can only be whole
         self.expert_groups: tuple[ExpertGroups | None, ...] = (None,) * len(anatomy.layers)
+        self.tiling = tiling  # None: layers can only run whole
+        self._tile_tokens = 0
         self.slicing = slicing  # None: head and embedding can only be whole
         self.rng = rng
         self.anatomy = anatomy
@@ -143,6 +147,7 @@ class StreamedModel:
         setattr(found.owner, found.attribute, nn.ModuleList(stubs))
         trial = run_trial(model, found=found, parts=parts, recorder=recorder, kinds=kinds)
         grouping = _grouping(found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
+        tiling = find_tiling(found=found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
         for layer, unread in zip(found.layers, trial.unread_in_layers, strict=True):
             skip_unread(layer, unread)
         anatomy = build_anatomy(
@@ -168,6 +173,7 @@ class StreamedModel:
             rng=rng,
             slicing=slicing,
             grouping=grouping,
+            tiling=tiling,
         )
 
     @property
@@ -254,6 +260,14 @@ class StreamedModel:
         )
         return self.expert_groups
 
+    def tile_mlps(self, tokens: int) -> None:
+        """From the next `bind_outer` on the layers' MLPs run in tiles of so many tokens, not compiled; 0: whole."""
+        if tokens and self.tiling is None:
+            raise RuntimeError(f"layers of {self.spec.config.model_type} have no MLP that can run in tiles")
+        self._tile_tokens = tokens
+        if self.tiling is not None:
+            set_tiles(self.tiling, tokens=tokens, unread=self._trial.unread_in_layers, layers=self._found.layers)
+
     def bind_sliced(self, *, stem: Mapping[str, Tensor], tail: Mapping[str, Tensor], rows: Tensor) -> BoundSlices:
         """`bind_outer` without the embedding, for which `rows` [most rows, D] stands, and without the head's weight."""
         slicing = self.slicing
@@ -314,8 +328,11 @@ class StreamedModel:
             self._slices = self.sliced_head = None
 
     def _compiled(self) -> tuple[LayerFunction | None, ...]:
-        """Layers that share parameters with others, hand on state, or stop at their experts, keep their own modules."""
-        if not self.spec.compile:
+        """Layers that share parameters with others, hand on state, or stop at their experts, keep their own modules.
+
+        So do all where MLPs run in tiles.
+        """
+        if not self.spec.compile or self._tile_tokens:
             return (None,) * len(self._found.layers)
         return compile_kinds(
             self._found.layers,
@@ -357,6 +374,7 @@ class StreamedModel:
             attention_bytes_per_token=self._attention_bytes_per_token(),
             slicing=self.slicing,
             grouping=self.grouping if isinstance(self.grouping, Grouping) else None,
+            tiling=self.tiling,
         )
 
     def _attention_bytes_per_token(self) -> int:

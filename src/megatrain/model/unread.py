@@ -107,6 +107,11 @@ def outputs_are_read() -> Iterator[None]:
         _reading[0] = False
 
 
+def outputs_are_read_now() -> bool:
+    """Whether the caller is within `outputs_are_read`."""
+    return _reading[0]
+
+
 class _Skipping:
     """The forward of a linear module whose result is read only without a graph."""
 

@@ -56,6 +56,7 @@ class StreamingExecutor:
         self._model, self._store, self._device, self._geometry = model, store, device, geometry
         self._resident = ResidentUnits(store, device=device, count=geometry.resident)
         self._layers = LayerParts(model, store=store, device=device, groups=geometry.expert_groups)
+        model.tile_mlps(geometry.tile_tokens)
         self._ends = self._make_ends()
         self._sums = self._ends.sums
         self._ring = WeightRing(

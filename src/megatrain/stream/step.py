@@ -24,6 +24,7 @@ class Geometry:
     embedding_rows: int = 0  # with slices: the most distinct tokens of a step
     attention_bytes: int = 0  # of what attention gave in one layer and micro-batch, at most; 0: it is recomputed
     attention_buffers: int = 0  # of these on their way back; 0: kept ones stay on the device
+    tile_tokens: int = 0  # of a tile of the layers' MLPs; 0: they run whole
     expert_groups: int = 0  # the experts of a layer come in at most so many groups; 0: with their layer
 
 
