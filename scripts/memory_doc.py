@@ -83,8 +83,9 @@ def published() -> list[str]:
         ("14B", "the same, batch 8", "qwen2.5-14b", 24_000_000_000, 256 * GIB, ("train.batch_size=8",)),
         ("Mixtral-8x7B", "one card of 10 GiB, 768 GiB", "mixtral-8x7b", 10 * GIB, 768 * GIB, ()),
         ("Mixtral-8x7B", "one 24 GB card, 768 GiB", "mixtral-8x7b", 24_000_000_000, 768 * GIB, ()),
-        ("7B, 512k tokens of context", "one 141 GiB card, 192 GiB", "qwen2.5-7b", 141 * GIB, 192 * GIB, LONG),
+        ("7B, 512k tokens of context", "one 141 GiB card, 256 GiB", "qwen2.5-7b", 141 * GIB, 256 * GIB, LONG),
         ("the same, 256k", "one 141 GiB card, 192 GiB", "qwen2.5-7b", 141 * GIB, 192 * GIB, SHORTER),
+        ("the same, 64k", "one 24 GB card, 128 GiB", "qwen2.5-7b", 24_000_000_000, 128 * GIB, SHORT),
     )
     rows = []
     for what, machine, shape, vram, host, settings in cases:
@@ -96,6 +97,7 @@ def published() -> list[str]:
 
 LONG = ("train.batch_size=1", "data.max_seq_len=524288", "model.config={max_position_embeddings: 1048576}")
 SHORTER = ("train.batch_size=1", "data.max_seq_len=262144", "model.config={max_position_embeddings: 1048576}")
+SHORT = ("train.batch_size=1", "data.max_seq_len=65536")
 
 
 def by_host() -> list[str]:

@@ -80,6 +80,7 @@ class MemoryPlan:
     attention: str = ""  # what attention gave waits for the backward on the "device" or the "host"; "": recomputed
     attention_bytes: int = 0  # of one layer and micro-batch, at most
     attention_buffers: int = 0  # of it on its way back; 0 unless it waits on the host
+    tile_tokens: int = 0  # of a tile of the layers' MLPs; 0: they run whole
     expert_groups: int = 0  # a layer's experts come in at most so many groups; 0: with their layer
 
     @property
@@ -317,10 +318,17 @@ def _backward_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
         group = experts.known.expert_bytes_per_token * tokens
         own = largest(experts.layers).param_bytes
         return max(int(RECOMPUTE_FACTOR * layer) + own, int(GROUP_FACTOR * group) + experts.group_bytes)
+    own = largest(terms.sizes.layers).param_bytes
+    tiling = terms.sizes.tiling
+    if chosen.tile_tokens and tiling is not None:  # such layers are not compiled
+        tile = min(tokens, chosen.tile_tokens)
+        rest = tiling.rest_bytes_per_token * tokens
+        in_tiles = rest + 2 * chosen.input_bytes + int(RECOMPUTE_FACTOR * tiling.mlp_bytes_per_token * tile)
+        return own + max(in_tiles + 4 * tiling.elems, int(RECOMPUTE_FACTOR * rest))
     saved, widest = terms.sizes.saved_bytes_per_token, terms.sizes.widest_bytes_per_token
     held = max(COMPILED_WIDEST * widest, COMPILED_KEPT * saved + COMPILED_BEYOND * widest)
     each = held if terms.compiled else RECOMPUTE_FACTOR * saved
-    return int(each * tokens) + largest(terms.sizes.layers).param_bytes
+    return int(each * tokens) + own
 
 
 def _head_bytes(chosen: MemoryPlan, *, terms: Terms, chunk: int) -> int:

@@ -13,6 +13,8 @@ USEFUL_TOKENS = 16_384
 """Tokens of a micro-batch beyond which kernels get no faster; a larger one only costs memory."""
 HEAD_SLICES = (4, 8, 16)
 """How many slices the head is cut into, where it is: fewest first."""
+TILE_TOKENS = 8192
+"""Of a tile of the layers' MLPs, where rows are so long that a layer's backward does not fit."""
 WORTH_TOKENS = 8192
 """Tokens of a micro-batch below which a larger one is worth a second product with the head. On an H200 a 7B shape
 made 9,083 tok/s with 3k tokens at once and the head whole, 10,405 with 11k and slices, 10,990 with 11k and the head
@@ -24,24 +26,27 @@ def attempt(job: Job) -> MemoryPlan:
 
     The head is cut into slices only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS can so be
     made twice as large: slices cost a second product with the head. Experts come in groups only where nothing fits
-    otherwise, in as few as do: every group passes over all tokens. A resumed run stays as it was.
+    otherwise, in as few as do: every group passes over all tokens. MLPs run in tiles only where nothing fits otherwise:
+    such layers are not compiled. A resumed run stays as it was.
     """
-    chosen = _sliced(job, groups=_resumed_groups(job))
+    chosen = _sliced(job, groups=_resumed_groups(job), tile=_resumed_tile(job))
+    if _may_tile(job) and not chosen.fits and not _host_is_short(chosen):
+        chosen = _sliced(job, groups=0, tile=TILE_TOKENS)
     for groups in _group_counts(job):
         if chosen.fits or _host_is_short(chosen):
             break
-        chosen = _sliced(job, groups=groups)
+        chosen = _sliced(job, groups=groups, tile=0)
     return spend(chosen, job=job) if chosen.fits else smallest(job)
 
 
-def _sliced(job: Job, *, groups: int) -> MemoryPlan:
+def _sliced(job: Job, *, groups: int, tile: int) -> MemoryPlan:
     """The best plan with so many groups of experts, with as many slices of the head as it takes."""
-    chosen = _first(job, slices=_resumed_slices(job), groups=groups)
+    chosen = _first(job, slices=_resumed_slices(job), groups=groups, tile=tile)
     tokens = min(WORTH_TOKENS, job.batch_size * job.seq_len)
     for slices in HEAD_SLICES if _may_slice(job) and not job.resumed else ():
         if chosen.fits and chosen.micro_batch * job.seq_len >= tokens:
             break
-        other = _first(job, slices=slices, groups=groups)
+        other = _first(job, slices=slices, groups=groups, tile=tile)
         if other.fits and (not chosen.fits or other.micro_batch >= 2 * chosen.micro_batch):
             chosen = other
     return chosen
@@ -51,7 +56,9 @@ def smallest(job: Job) -> MemoryPlan:
     """The plan that takes least, whether it fits or not."""
     slices = HEAD_SLICES[-1] if _may_slice(job) and not job.resumed else _resumed_slices(job)
     few, *_, many = (_resumed_groups(job), *_group_counts(job), max((0, *_group_counts(job))))
-    lasts = [list(cuts(job, slices=slices, groups=groups))[-1] for groups in dict.fromkeys((few, many))]
+    tiles = (_resumed_tile(job), TILE_TOKENS) if _may_tile(job) else (_resumed_tile(job),)
+    ways = dict.fromkeys([*((groups, 0) for groups in (few, many)), *((0, tile) for tile in tiles)])
+    lasts = [list(cuts(job, slices=slices, groups=groups, tile=tile))[-1] for groups, tile in ways]
     return lasts[0] if _host_is_short(lasts[0]) else min(lasts, key=lambda plan: plan.device_total)
 
 
@@ -63,6 +70,15 @@ def _host_is_short(chosen: MemoryPlan) -> bool:
 def _resumed_groups(job: Job) -> int:
     """Those of the run that goes on: they decide rounding."""
     return job.resumed.expert_groups if job.resumed and job.sizes.experts is not None else 0
+
+
+def _resumed_tile(job: Job) -> int:
+    """That of the run that goes on: it decides rounding."""
+    return job.resumed.tile_tokens if job.resumed and job.sizes.tiling is not None else 0
+
+
+def _may_tile(job: Job) -> bool:
+    return job.sizes.tiling is not None and not job.on_cpu and not job.resumed and job.seq_len > TILE_TOKENS
 
 
 def _group_counts(job: Job) -> Iterator[int]:
@@ -87,27 +103,27 @@ def _may_slice(job: Job) -> bool:
     return job.sizes.slicing is not None and not job.on_cpu
 
 
-def _first(job: Job, *, slices: int, groups: int) -> MemoryPlan:
+def _first(job: Job, *, slices: int, groups: int, tile: int) -> MemoryPlan:
     """The first cut that fits; the last, if none does."""
     chosen: MemoryPlan | None = None
-    for chosen in cuts(job, slices=slices, groups=groups):
+    for chosen in cuts(job, slices=slices, groups=groups, tile=tile):
         if chosen.fits:
             break
     assert chosen is not None
     return chosen
 
 
-def cuts(job: Job, *, slices: int = 0, groups: int = 0) -> Iterator[MemoryPlan]:
-    """Every plan with so many slices of the head and groups of experts that is considered, best first."""
+def cuts(job: Job, *, slices: int = 0, groups: int = 0, tile: int = 0) -> Iterator[MemoryPlan]:
+    """Every plan with such slices of the head, groups of experts and tiles that is considered, best first."""
     memory = job.memory
     places = ("device", "host") if memory.activations == "auto" else (memory.activations,)
     rows = _micro_batches(job)
     for micro_batch in [job.resumed.micro_batch] if job.resumed and isinstance(memory.micro_batch, str) else rows:
         for place in places:
-            yield _one_cut(job, micro_batch=micro_batch, activations=place, slices=slices, groups=groups)
+            yield _one_cut(job, micro_batch=micro_batch, activations=place, slices=slices, groups=groups, tile=tile)
 
 
-def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int, groups: int) -> MemoryPlan:
+def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int, groups: int, tile: int) -> MemoryPlan:
     memory = job.memory
     chosen = MemoryPlan(
         micro_batch=micro_batch,
@@ -127,6 +143,7 @@ def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int, group
         on_cpu=job.on_cpu,
         head_slices=slices,
         expert_groups=groups,
+        tile_tokens=tile,
     )
     return account(chosen, terms=job.terms(micro_batch=micro_batch))
 

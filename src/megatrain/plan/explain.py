@@ -10,7 +10,7 @@ from megatrain.plan.words import gib
 
 def explain(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     """One sentence a decision."""
-    told = (_cut, _activations, _attention, _residency, _groups)
+    told = (_cut, _activations, _attention, _residency, _groups, _tiles)
     parts = (*(one(plan, job=job) for one in told), _slices(plan), _bounds(plan))
     return tuple(sentence for part in parts for sentence in part)
 
@@ -82,6 +82,15 @@ def _groups(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
         f"the {experts.known.count} experts of a layer come in {experts.count} groups of {experts.height} "
         f"({gib(experts.group_bytes)}), each for all tokens of the step, because whole layers do not fit; "
         "attention runs once more in the forward and in the backward",
+    )
+
+
+def _tiles(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
+    if not plan.tile_tokens:
+        return ()
+    return (
+        f"MLPs run in tiles of {plan.tile_tokens:,} tokens, because the backward of a whole layer does not fit; "
+        "layers are then not compiled",
     )
 
 

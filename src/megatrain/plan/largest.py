@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megatrain.model.sizes_types import ExpertSizes, ModelSizes, SliceSizes, UnitSizes
+from megatrain.model.sizes_types import ExpertSizes, ModelSizes, SliceSizes, TileSizes, UnitSizes
 from megatrain.plan.cutting import attempt
 from megatrain.plan.job import Job
 
@@ -87,7 +87,13 @@ def scaled(sizes: ModelSizes, scale: float) -> ModelSizes:
         attention_bytes_per_token=round(sizes.attention_bytes_per_token * scale),
         slicing=None if sizes.slicing is None else _narrower(sizes.slicing, scale),
         experts=None if sizes.experts is None else _smaller(sizes.experts, scale, layers=count),
+        tiling=None if sizes.tiling is None else _other_tiles(sizes.tiling, scale),
     )
+
+
+def _other_tiles(tiling: TileSizes, scale: float) -> TileSizes:
+    rest, mlp = (round(size * scale) for size in (tiling.rest_bytes_per_token, tiling.mlp_bytes_per_token))
+    return TileSizes(rest, mlp, round(tiling.elems * scale * scale))
 
 
 def _smaller(experts: ExpertSizes, scale: float, *, layers: int) -> ExpertSizes:

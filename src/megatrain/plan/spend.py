@@ -68,7 +68,7 @@ def _stay(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
             break
     else:
         count = _most(layers, fits=lambda n: fits(resident(n)))
-    if count < units or chosen.load_buffers or chosen.attention_buffers:
+    if count < units or chosen.load_buffers or chosen.attention_buffers or chosen.tile_tokens:
         return resident(count) if count else chosen
     most = min(layers, job.resumed.kept) if job.resumed else layers
     kept = _most(most, fits=lambda n: fits(_with(chosen, job=job, resident=count, kept=n)))

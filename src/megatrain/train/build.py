@@ -105,6 +105,7 @@ def build_executor(
             embedding_rows=chosen.embedding_rows,
             attention_bytes=chosen.attention_bytes,
             attention_buffers=chosen.attention_buffers,
+            tile_tokens=chosen.tile_tokens,
             expert_groups=chosen.expert_groups,
         ),
         updates=worker if stop is None else PolledUpdates(worker, stop=stop),

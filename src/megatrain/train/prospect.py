@@ -126,6 +126,7 @@ def new_rounding(before: MemoryPlan, *, now: MemoryPlan) -> str | None:
             ("logits of {} tokens at once", now.head_chunk, before.head_chunk),
             ("{} slices of the head", now.head_slices, before.head_slices),
             ("experts in {} groups", now.expert_groups, before.expert_groups),
+            ("tiles of {} tokens", now.tile_tokens, before.tile_tokens),
         )
         if mine != theirs
     ]
@@ -134,7 +135,7 @@ def new_rounding(before: MemoryPlan, *, now: MemoryPlan) -> str | None:
 
 def _check_cut(plan: MemoryPlan, *, batch_size: int) -> None:
     """Raises ValueError for a plan that no planner made: what is taken from it must be counts."""
-    counts = (plan.micro_batch, plan.head_chunk, plan.head_slices + 1, plan.expert_groups + 1)
+    counts = (plan.micro_batch, plan.head_chunk, plan.head_slices + 1, plan.expert_groups + 1, plan.tile_tokens + 1)
     if not all(type(count) is int and count >= 1 for count in counts) or plan.head_slices == 1:
         raise ValueError("not a plan")
     if plan.micro_batch > batch_size:
