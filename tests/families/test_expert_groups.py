@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from drive import Result, Streamed, differences, make_batches, reference_model, run_reference
+from torch import Tensor
 from variants import VARIANTS, attention_of, config_of
 
+from megatrain.model import attention, kept_attention
+from megatrain.model.attention import VARLEN
 from megatrain.model.experts import NotGroupable
 
 GROUPABLE = (
@@ -107,3 +112,29 @@ def test_what_is_run_twice_drops_the_same(variant: str) -> None:
     assert beyond(found[1], found[0]) == {}
     torch.manual_seed(5)
     assert beyond(one.step(batches), found[0])
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_our_own_attention_runs_once_each_way(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the way to the experts; what it gave is used on the way on, with the bits of a second run."""
+    config = config_of("mixtral")
+    model, batches = reference_model(config, attention="sdpa"), make_batches(2, packed=packed)
+    whole, grouped = (Streamed(model, config=config, attention=VARLEN, groups=groups) for groups in (0, 2))
+    assert grouped.model.attention == VARLEN
+    expected = whole.step(batches)
+    ran: list[str] = []
+    kept, attend = attention.attention_kept, kept_attention.attend
+
+    def look(*states: Tensor, **settings: Any) -> Tensor | None:
+        known = kept(*states, **settings)
+        ran.extend(["as ever"] if known is None else [])
+        return known
+
+    monkeypatch.setattr(attention, "attention_kept", look)
+    monkeypatch.setattr(kept_attention, "attend", lambda *states: ran.append("noted") or attend(*states))
+    found = grouped.step(batches)
+    assert ran == ["noted"] * (2 * len(batches) * config.num_hidden_layers)
+    assert torch.equal(found.loss, expected.loss)
+    others = [n for n in expected.gradients if ".experts." not in n]
+    assert all(torch.equal(found.gradients[n], expected.gradients[n]) for n in others)
+    assert beyond(found, expected) == {}

@@ -167,7 +167,7 @@ def test_a_dense_model_knows_no_groups() -> None:
 
 
 def test_what_groups_cost_is_part_of_the_estimate() -> None:
-    """Attention runs twice more, layers cross the link twice but for what is there at the turn."""
+    """What comes before the experts runs twice more, layers cross the link twice but for what is there at the turn."""
     rates = Rates("test", None, 5e14, 4e14, 3e12, 5e10, 5e10, 4e10, 1e11, 16, "test")
     plan = plan_of(MIXTRAL, vram=10)
     grouped, whole = (
@@ -177,3 +177,12 @@ def test_what_groups_cost_is_part_of_the_estimate() -> None:
     assert grouped.recompute_s > whole.recompute_s
     assert grouped.link_in_s > whole.link_in_s
     assert grouped.link_out_s == whole.link_out_s
+    ours = replace(MIXTRAL, attention_bytes_per_token=8192)
+    again = estimate(ours, plan=plan, rates=rates, tokens=16 * 2048)
+    assert again.forward_s < grouped.forward_s  # attention of our own does not run again
+
+
+def test_attention_that_waits_meanwhile_is_counted() -> None:
+    ours = replace(MIXTRAL, attention_bytes_per_token=8192)
+    one, two = (GroupedExperts(s, MIXTRAL.experts, 4).waiting_bytes(step_tokens=10) for s in (MIXTRAL, ours))  # type: ignore[arg-type]
+    assert two == one + 10 * 8192

@@ -4,6 +4,7 @@ A layer is run up to its experts (`route`), its groups of experts add up what th
 again with the sum (`forward`). Backwards likewise: the layer down to the gradient of that sum (`reroute`), the groups
 again for their own gradients and those of what they were called with (`unmix`), then the layer (`backward`), in whose
 graph the experts stand for gradients that are known. So a group may come and go while all micro-batches wait for it.
+Our own attention, once on the way to the experts, does not run again (kept_attention.py).
 
 What groups give is summed in fp32, one group after the other; a layer in one piece sums in the order of a token's
 choices. With two choices a token the bits are the same in fp32.
@@ -13,7 +14,7 @@ Letters: T tokens of a pass, D hidden, K experts that a token chooses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatrain.model.experts import ExpertGroups
+from megatrain.model.kept_attention import Exchange, begin_exchange
 from megatrain.model.passes import Pass
 from megatrain.model.tail import Accumulate
 
@@ -40,6 +42,11 @@ class _Routed:
     slope: Tensor | None = None  # [T, D]: the gradient of their sum
     hidden_grad: Tensor | None = None  # fp32 [T, D], of all groups so far
     weights_grad: Tensor | None = None  # fp32 [T, K]
+    attention: tuple[Tensor, ...] = ()  # what attention gave on the way to the experts, so that it does not run again
+
+    @classmethod
+    def of(cls, hidden: Tensor, chosen: Tensor, weights: Tensor, *, attention: Sequence[Tensor]) -> _Routed:
+        return cls(hidden.detach(), chosen.detach(), weights.detach(), attention=tuple(attention))
 
 
 class _Known(torch.autograd.Function):
@@ -87,13 +94,15 @@ class ExpertPass(Pass):
         if model.stochastic and self.training:
             self._rng[layer] = model.rng.get()
 
+        exchange = Exchange(noting=True)
+
         def leave(*call: Tensor) -> Tensor:
-            self._calls[layer] = _Routed(*(t.detach() for t in call))
+            self._calls[layer] = _Routed.of(*call, attention=exchange.noted)
             raise _Reached
 
         with torch.no_grad(), self._groups(layer).experts.call.answering(leave):
             try:
-                self._call(layer, weights, hidden.detach(), leaves={}, live={})
+                self._call(layer, weights, hidden.detach(), leaves={}, live={}, exchange=exchange)
             except _Reached:
                 return
         raise RuntimeError(f"layer {layer} ended without calling its experts")
@@ -114,10 +123,13 @@ class ExpertPass(Pass):
         *,
         keep_graph: bool = False,
         keep_attention: bool = False,
+        attention: tuple[Tensor, ...] = (),
     ) -> Tensor:
         groups = self._model.expert_groups[layer]
         if groups is None:
-            return super().forward(layer, weights, hidden, keep_graph=keep_graph, keep_attention=keep_attention)
+            return super().forward(
+                layer, weights, hidden, keep_graph=keep_graph, keep_attention=keep_attention, attention=attention
+            )
         routed, rng = self._calls.pop(layer), self._rng[layer]
         if rng is not None:
             self._model.rng.set(rng)
@@ -127,7 +139,9 @@ class ExpertPass(Pass):
             return routed.total.to(called_with.dtype)
 
         with groups.experts.call.answering(give):
-            return super().forward(layer, weights, hidden, keep_attention=keep_attention)
+            return super().forward(
+                layer, weights, hidden, keep_attention=keep_attention, attention=attention or routed.attention
+            )
 
     def reroute(self, layer: int, weights: Mapping[str, Tensor], hidden: Tensor, grad: Tensor) -> None:
         """Run the layer again, for what its experts are called with and the gradient of what they give."""
@@ -136,14 +150,17 @@ class ExpertPass(Pass):
         if self._rng[layer] is not None:
             model.rng.set(self._rng[layer])
         leaf: list[Tensor] = []
+        exchange = Exchange(noting=True)
 
         def stand_in(*call: Tensor) -> Tensor:
-            routed = self._calls[layer] = _Routed(*(t.detach() for t in call))
+            routed = _Routed.of(*call, attention=exchange.noted)
+            begin_exchange()  # attention behind the experts has a graph, which noting would cut
+            self._calls[layer] = routed
             leaf.append(torch.zeros_like(routed.hidden).requires_grad_(True))  # the only leaf: no graph before it
             return leaf[0]
 
         with torch.enable_grad(), self._groups(layer).experts.call.answering(stand_in):
-            out, _ = self._call(layer, weights, hidden.detach(), leaves={}, live={})
+            out, _ = self._call(layer, weights, hidden.detach(), leaves={}, live={}, exchange=exchange)
         (self._routed(layer).slope,) = torch.autograd.grad(out, leaf, grad)
 
     def unmix(self, layer: int, group: int, tensors: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
@@ -184,4 +201,6 @@ class ExpertPass(Pass):
             return out
 
         with groups.experts.call.answering(known):
-            return super().backward(layer, weights, hidden, grad, accumulate=accumulate, attention=attention)
+            return super().backward(
+                layer, weights, hidden, grad, accumulate=accumulate, attention=attention or routed.attention
+            )

@@ -75,7 +75,7 @@ def attention_kept(
         _CURRENT.noted += [out, lse]
         output: Tensor = out
         return output
-    if not _CURRENT.given:
+    if _CURRENT.used >= len(_CURRENT.given):
         return None
     out, lse = _CURRENT.given[_CURRENT.used], _CURRENT.given[_CURRENT.used + 1]
     _CURRENT.used += 2

@@ -84,11 +84,13 @@ class Pass:
         *,
         keep_graph: bool = False,
         keep_attention: bool = False,
+        attention: tuple[Tensor, ...] = (),
     ) -> Tensor:
         """The layer's output. weights: by entry name, parameters and buffers of the layer.
 
         keep_graph: run with a graph and keep it for `backward`, which then recomputes nothing; `weights` must stay as
-        they are until then. keep_attention: what attention gave is to be had from `take_attention`.
+        they are until then. keep_attention: what attention gave is to be had from `take_attention`. attention: what it
+        gave in an earlier run of the same.
         """
         model = self._model
         model.enter(self)
@@ -103,10 +105,10 @@ class Pass:
             if model.forward_needs_grad[layer]:
                 weights = {n: w.detach().requires_grad_(w.is_floating_point()) for n, w in weights.items()}
             live = self._live(self._states[-1])
-            exchange = Exchange(noting=keep_attention)
+            exchange = Exchange(noting=keep_attention and not attention, given=attention)
             out, logits = self._call(layer, weights, hidden.detach(), leaves={}, live=live, exchange=exchange)
         if keep_attention:
-            self._attention[layer] = tuple(exchange.noted)
+            self._attention[layer] = attention or tuple(exchange.noted)
         self._note(layer, given=self._states[-1], live=live, logits=logits)
         return out.detach()
 

@@ -59,11 +59,12 @@ class GroupedExperts:
 
     def waiting_bytes(self, *, step_tokens: int) -> int:
         """What all micro-batches hold of a layer while its groups pass, at most: backwards, what the experts are called
-        with (hidden states, choices, their weights), the gradient of what they give, and fp32 gradients of the former.
+        with (hidden states, choices, their weights), the gradient of what they give, and fp32 gradients of the former;
+        and what our own attention gave, so that it does not run again.
         """
         width = self.sizes.hidden_numel_per_token
-        choice = 8 + 4 + 4
-        return step_tokens * (2 * self.sizes.hidden_bytes_per_token + 4 * width + choice * self.known.chosen)
+        each = 2 * self.sizes.hidden_bytes_per_token + 4 * width + (8 + 4 + 4) * self.known.chosen
+        return step_tokens * (each + self.sizes.attention_bytes_per_token)
 
     @property
     def divided(self) -> int:

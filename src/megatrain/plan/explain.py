@@ -81,7 +81,7 @@ def _groups(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     return (
         f"the {experts.known.count} experts of a layer come in {experts.count} groups of {experts.height} "
         f"({gib(experts.group_bytes)}), each for all tokens of the step, because whole layers do not fit; "
-        "attention runs once more in the forward and in the backward",
+        "what comes before the experts runs once more in the forward and in the backward",
     )
 
 

@@ -167,7 +167,8 @@ class _Work:
         experts = grouped_experts(plan, sizes=sizes)
         if experts is not None:
             rest = max(0, layer_params(sizes) - experts.active_params)
-            self._rest_products_s = 2.0 * rest * tokens / rates.matmul_flops + self._attention_s
+            attention_s = 0.0 if sizes.attention_bytes_per_token else self._attention_s  # our own does not run again
+            self._rest_products_s = 2.0 * rest * tokens / rates.matmul_flops + attention_s
             traffic = FORWARD_TRAFFIC * experts.known.rest_bytes_per_token * tokens * layers / rates.device_bytes
             self._rest_s = self._rest_products_s + traffic
             again = (experts.count - 1) * experts.divided * experts.known.expert_bytes_per_token * tokens
