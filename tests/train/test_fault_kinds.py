@@ -53,7 +53,7 @@ def test_eight_steps_are_four_and_a_resume_and_four(tmp_path: Path, rows: Path) 
 def test_an_interrupt_at_step_three_is_resumable_at_step_three_however_seldom_is_saved(
     tmp_path: Path, rows: Path
 ) -> None:
-    sections = {"train": EIGHT | {"save_every": 100}}
+    sections = {"train": {"epochs": None, "steps": 5, "save_every": 100}}
     once, twice = tmp_path / "once", tmp_path / "twice"
     train(whole_recipe(once, rows=rows, **sections))
     with pytest.raises(Interrupted) as caught:
@@ -66,11 +66,10 @@ def test_an_interrupt_at_step_three_is_resumable_at_step_three_however_seldom_is
     assert weights(twice) == weights(once)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_more_steps_on_resume_follow_the_schedule_of_the_new_total(tmp_path: Path, rows: Path, schedule: str) -> None:
+def test_more_steps_on_resume_follow_the_schedule_of_the_new_total(tmp_path: Path, rows: Path) -> None:
     """Step k has the rate of step k in a run of that length from the start; what was trained keeps the rates it had."""
     folder = tmp_path / "run"
-    optimizer = {"lr": 1e-3, "schedule": schedule, "warmup": 2}
+    optimizer = {"lr": 1e-3, "schedule": "cosine", "warmup": 2}
 
     def rates(total: int, steps: range) -> list[float]:
         known: Any = {"total": total, **optimizer}

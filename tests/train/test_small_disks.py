@@ -24,6 +24,7 @@ from megatrain.train.checkpoint import find_checkpoints
 
 MIB = 1 << 20
 SAVING: dict[str, Any] = {"train": {"save_every": 2}}
+FOUR: dict[str, Any] = {"train": {"save_every": 2, "steps": 4, "epochs": None}}
 MakeDisk = Callable[[int], Path]
 
 
@@ -120,12 +121,12 @@ def test_full_at_the_second_checkpoint(make_disk: MakeDisk, rows: Path, tmp_path
             fill(disk)
 
     with pytest.raises(DiskError, match="step-000002 is intact") as caught:
-        train(whole_recipe(disk / "run", rows=rows, **SAVING), on_event=fills)
+        train(whole_recipe(disk / "run", rows=rows, **FOUR), on_event=fills)
     assert caught.value.exit_code == 3
     assert "--resume auto" in str(caught.value.hint)
     (disk / "ballast").unlink()
-    train(whole_recipe(disk / "run", rows=rows, **SAVING), resume="auto")
-    train(whole_recipe(tmp_path / "whole", rows=rows, **SAVING))
+    train(whole_recipe(disk / "run", rows=rows, **FOUR), resume="auto")
+    train(whole_recipe(tmp_path / "whole", rows=rows, **FOUR))
     assert weights(disk / "run") == weights(tmp_path / "whole")
     assert state(disk / "run") == state(tmp_path / "whole")
     assert curve(disk / "run", "step", "loss") == curve(tmp_path / "whole", "step", "loss")
