@@ -184,5 +184,6 @@ def test_what_groups_cost_is_part_of_the_estimate() -> None:
 
 def test_attention_that_waits_meanwhile_is_counted() -> None:
     ours = replace(MIXTRAL, attention_bytes_per_token=8192)
-    one, two = (GroupedExperts(s, MIXTRAL.experts, 4).waiting_bytes(step_tokens=10) for s in (MIXTRAL, ours))  # type: ignore[arg-type]
+    one, two = (GroupedExperts(s, MIXTRAL.experts, 4).waiting_bytes(step_tokens=10, tokens=5) for s in (MIXTRAL, ours))  # type: ignore[arg-type]
+    assert one == 10 * (4096 * (2 + 4) + 2 * 16) + 5 * 4096 * 2
     assert two == one + 10 * 8192

@@ -234,9 +234,10 @@ def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
     if ends:
         table["slices of the head"] = ends.places + ends.tables
     if experts:
-        tokens = chosen.micro_batches * chosen.micro_batch * chosen.seq_len
+        tokens = chosen.micro_batch * chosen.seq_len
+        waiting = experts.waiting_bytes(step_tokens=chosen.micro_batches * tokens, tokens=tokens)
         table["groups of experts"] = experts.places
-        table["what the experts are called with"] = experts.waiting_bytes(step_tokens=tokens)
+        table["what the experts are called with"] = waiting
     if chosen.resident:
         table["resident units"] = _resident_bytes(chosen, terms=terms)
     if chosen.kept:

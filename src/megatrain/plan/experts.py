@@ -57,14 +57,17 @@ class GroupedExperts:
     def places(self) -> int:
         return GROUP_PLACES * self.group_bytes
 
-    def waiting_bytes(self, *, step_tokens: int) -> int:
+    def waiting_bytes(self, *, step_tokens: int, tokens: int) -> int:
         """What all micro-batches hold of a layer while its groups pass, at most: backwards, what the experts are called
         with (hidden states, choices, their weights), the gradient of what they give, and fp32 gradients of the former;
         and what our own attention gave, so that it does not run again.
+
+        The plan counts two copies of the step's hidden states. In the backward one of them is free, and counts for the
+        gradient of what experts give, but for the micro-batch, of so many `tokens`, that the layer runs with.
         """
-        width = self.sizes.hidden_numel_per_token
-        each = 2 * self.sizes.hidden_bytes_per_token + 4 * width + (8 + 4 + 4) * self.known.chosen
-        return step_tokens * (each + self.sizes.attention_bytes_per_token)
+        width, hidden = self.sizes.hidden_numel_per_token, self.sizes.hidden_bytes_per_token
+        each = hidden + 4 * width + (8 + 4 + 4) * self.known.chosen + self.sizes.attention_bytes_per_token
+        return step_tokens * each + tokens * hidden
 
     @property
     def divided(self) -> int:
