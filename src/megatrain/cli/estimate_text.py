@@ -46,7 +46,7 @@ def show(found: Estimate) -> None:
         limit=None if device is None else device.bytes,
         source="" if device is None else device.source,
     )
-    _part(console, "disk", found.disk, limit=found.machine.disk_free_bytes, source="free here")
+    _part(console, "disk", found.disk, limit=found.machine.disk_free_bytes, source="free where output.dir is")
     speed = found.speed
     console.print(
         f"about {speed.tokens_per_s:,.0f} tok/s, {speed.step_s:.2f} s a step, bound by {speed.bound_by}", soft_wrap=True
