@@ -19,6 +19,8 @@ GIB = 1 << 30
 def planned() -> Any:
     plan = SimpleNamespace(
         **vars(cut(B3, rows=16, parts=4)),
+        tile_tokens=0,
+        expert_groups=0,
         threads=14,
         on_cpu=False,
         activations="device",

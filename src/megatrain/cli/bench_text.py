@@ -62,6 +62,10 @@ def _work(report: BenchReport) -> str:
     padding = f", {1 - used:.0%} of the positions padding" if used < 0.995 else ""
     spare = [f"{report.resident} units resident"] if report.resident else []
     spare += [f"{report.kept} layers kept"] if report.kept else []
+    spare += [f"attention kept on the {report.attention}"] if report.attention else []
+    spare += [f"the head in {report.head_slices} slices"] if report.head_slices else []
+    spare += [f"experts in {report.expert_groups} groups"] if report.expert_groups else []
+    spare += [f"MLPs in tiles of {report.tile_tokens} tokens"] if report.tile_tokens else []
     return (
         f"{report.device}: {_count(report.params_total)} parameters, {report.tokens_per_step:,} tokens a step "
         f"({report.micro_batches} x {report.micro_batch} x {report.seq_len}, {report.data}{padding}), "

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
-from megatrain.model.anatomy import Anatomy
-from megatrain.model.anatomy_of import Parts, build_anatomy, parts_of
 from megatrain.model.attention import (
     VARLEN,
     Documents,
@@ -29,26 +27,23 @@ from megatrain.model.attention import (
 )
 from megatrain.model.aux import step_router_loss
 from megatrain.model.batch import MicroBatch
+from megatrain.model.blueprint import Blueprint
 from megatrain.model.compiled import LayerFunction, compile_kinds
 from megatrain.model.experts import ExpertGroups, NotGroupable
 from megatrain.model.experts_pass import ExpertPass
-from megatrain.model.grouping import Grouping, find_grouping
+from megatrain.model.grouping import Grouping
 from megatrain.model.kept_attention import Exchange, begin_exchange
-from megatrain.model.kinds import kinds_of
 from megatrain.model.packing import document_masks, leaking_layers, probe_positions, probe_row, striped
 from megatrain.model.passes import Pass
 from megatrain.model.rows_and_slices import BoundSlices
 from megatrain.model.sites import Sites
 from megatrain.model.sizes import model_sizes
 from megatrain.model.sizes_types import ModelSizes
-from megatrain.model.skeleton import LayerList, ModelSpec, build_skeleton, find_layers, refuse_by_type
+from megatrain.model.skeleton import ModelSpec, build_skeleton, refuse_by_type
 from megatrain.model.sliced_tail import SliceableHead
-from megatrain.model.slicing import NotSliceable, Slicing, find_slicing
-from megatrain.model.stubs import LayerCall, Recorder, Stub
+from megatrain.model.stubs import LayerCall
 from megatrain.model.tail import Head
-from megatrain.model.tiles import Tiling, find_tiling, set_tiles
-from megatrain.model.trial import Trial, run_trial
-from megatrain.model.unread import skip_unread
+from megatrain.model.tiles import set_tiles
 
 
 class Rng(Protocol):
@@ -74,43 +69,22 @@ class LayerPlan:
 class StreamedModel:
     """Built once per run; `begin` starts a pass of one micro-batch."""
 
-    def __init__(
-        self,
-        *,
-        spec: ModelSpec,
-        model: Any,
-        found: LayerList,
-        parts: Parts,
-        recorder: Recorder,
-        trial: Trial,
-        anatomy: Anatomy,
-        rng: Rng,
-        slicing: Slicing | None,
-        grouping: Grouping | NotGroupable,
-        tiling: Tiling | None,
-    ) -> None:
-        self.spec = spec
-        self.grouping = grouping  # NotGroupable: experts, if there are any, can only be whole
-        self.expert_groups: tuple[ExpertGroups | None, ...] = (None,) * len(anatomy.layers)
-        self.tiling = tiling  # None: layers can only run whole
+    def __init__(self, blueprint: Blueprint, *, rng: Rng) -> None:
+        self.spec, self.anatomy, self.rng = blueprint.spec, blueprint.anatomy, rng
+        self.slicing, self.grouping, self.tiling = blueprint.slicing, blueprint.grouping, blueprint.tiling
+        self._model, self._found, self._parts = blueprint.model, blueprint.found, blueprint.parts
+        self._recorder, self._trial = blueprint.recorder, blueprint.trial
+        self.expert_groups: tuple[ExpertGroups | None, ...] = (None,) * len(self.anatomy.layers)
         self._tile_tokens = 0
-        self.slicing = slicing  # None: head and embedding can only be whole
-        self.rng = rng
-        self.anatomy = anatomy
-        self._model = model
-        self._found = found
-        self._parts = parts
-        self._recorder = recorder
-        self._trial = trial
-        self._outer_sites = Sites(parts.outer_sites)
+        self._outer_sites = Sites(self._parts.outer_sites)
         self._training: bool | None = None
         self._explicit_masks = False  # packed rows: give the model its masks (see check_packing)
-        self.stochastic = spec.training and trial.stochastic
-        self.forward_needs_grad = trial.forward_needs_grad
+        self.stochastic = self.spec.training and self._trial.stochastic
+        self.forward_needs_grad = self._trial.forward_needs_grad
         self.layer_plans: tuple[LayerPlan, ...] = ()
         self.stem_names: tuple[str, ...] = ()
         self.stem_parameters: tuple[Tensor, ...] = ()
-        self.head = Head(self._logits, spec.compile, (), ())
+        self.head = Head(self._logits, self.spec.compile, (), ())
         self.sliced_head: SliceableHead | None = None
         self._slices: BoundSlices | None = None
 
@@ -122,59 +96,18 @@ class StreamedModel:
         """
         refuse_by_type(spec.config, trust_remote_code=spec.trust_remote_code)
         if spec.attention != VARLEN:
-            return cls._build(spec, rng=rng)
+            return cls(Blueprint.of(spec), rng=rng)
         fallback = replace(spec, attention="auto")
         windows = _varlen_windows(fallback, rng=rng)
         if windows is None:
-            return cls._build(fallback, rng=rng)
+            return cls(Blueprint.of(fallback), rng=rng)
         try:
-            built = cls._build(spec, rng=rng)
+            built = cls(Blueprint.of(spec), rng=rng)
         except ModelError:
-            return cls._build(fallback, rng=rng)
+            return cls(Blueprint.of(fallback), rng=rng)
         seen = built._trial.attention_calls
         usable = set_windows(built._found.layers, windows=windows, seen=seen, training=spec.training)
-        return built if usable else cls._build(fallback, rng=rng)
-
-    @classmethod
-    def _build(cls, spec: ModelSpec, *, rng: Rng) -> StreamedModel:
-        model = build_skeleton(spec)
-        model.eval()
-        found = find_layers(model, count=int(getattr(model.config, "num_hidden_layers", 0)))
-        parts = parts_of(model, found=found)
-        kinds = kinds_of(found.layers)
-        recorder = Recorder(count=len(found.layers))
-        stubs = [Stub(recorder, index=i, layer=layer) for i, layer in enumerate(found.layers)]
-        setattr(found.owner, found.attribute, nn.ModuleList(stubs))
-        trial = run_trial(model, found=found, parts=parts, recorder=recorder, kinds=kinds)
-        grouping = _grouping(found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
-        tiling = find_tiling(found=found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
-        for layer, unread in zip(found.layers, trial.unread_in_layers, strict=True):
-            skip_unread(layer, unread)
-        anatomy = build_anatomy(
-            parts,
-            found=found,
-            kinds=kinds,
-            stem=trial.stem,
-            tail=trial.tail,
-            unused_in_layers=trial.unused_in_layers,
-        )
-        try:
-            slicing = find_slicing(model, parts=parts, recorder=recorder, trial=trial)
-        except NotSliceable:
-            slicing = None
-        return cls(
-            spec=spec,
-            model=model,
-            found=found,
-            parts=parts,
-            recorder=recorder,
-            trial=trial,
-            anatomy=anatomy,
-            rng=rng,
-            slicing=slicing,
-            grouping=grouping,
-            tiling=tiling,
-        )
+        return built if usable else cls(Blueprint.of(fallback), rng=rng)
 
     @property
     def attention(self) -> str:
@@ -456,20 +389,11 @@ class StreamedModel:
         return inputs
 
 
-def _grouping(
-    found: LayerList, *, parts: Parts, recorder: Recorder, trial: Trial, kinds: tuple[int, ...]
-) -> Grouping | NotGroupable:
-    try:
-        return find_grouping(found=found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
-    except NotGroupable as refusal:
-        return refusal
-
-
 def _varlen_windows(spec: ModelSpec, *, rng: Rng) -> tuple[Window | None, ...] | None:
     """Per layer the window of its masks, read off a twin that has sdpa and a small window; None: not for varlen."""
     twin = replace(spec, config=trial_config(spec.config), attention="sdpa", training=False, compile=False)
     try:
-        built = StreamedModel._build(twin, rng=rng)
+        built = StreamedModel(Blueprint.of(twin, parts_of_units=False), rng=rng)
     except ModelError:
         return None
     built._outer_sites.put({n: striped(t) for n, t in built._parts.outer.items()})

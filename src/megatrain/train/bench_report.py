@@ -63,6 +63,10 @@ class BenchReport:
     resident: int  # units whose weights and optimizer state stay on the device
     kept: int  # layers whose forward is kept for the backward
     activations: str
+    attention: str  # where what attention gave waits for the backward; "": it is recomputed
+    head_slices: int
+    expert_groups: int
+    tile_tokens: int
     head_chunk: int
     threads: int
     build_s: float
@@ -142,6 +146,10 @@ def _cut(planned: Planned) -> dict[str, Any]:
         "resident": chosen.resident,
         "kept": chosen.kept,
         "activations": chosen.activations,
+        "attention": chosen.attention,
+        "head_slices": chosen.head_slices,
+        "expert_groups": chosen.expert_groups,
+        "tile_tokens": chosen.tile_tokens,
         "head_chunk": chosen.head_chunk,
         "threads": chosen.threads,
     }
