@@ -61,6 +61,14 @@ def test_it_waits_on_the_device_where_the_host_has_no_room() -> None:
     assert chosen.device["attention outputs"] == 28 * chosen.micro_batches * chosen.attention_bytes
 
 
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_it_waits_where_activations_are_to_wait(where: str) -> None:
+    for vram in (48, 80):
+        chosen = attempt(job(SHAPE, batch=4, seq=16_384, vram=vram * GIB, limits=ROOMY, activations=where))
+        assert chosen.attention == where
+        assert chosen.activations == where
+
+
 def test_it_is_not_kept_beside_every_graph() -> None:
     few = replace(SHAPE, layers=SHAPE.layers[:4])
     chosen = attempt(job(few, batch=1, seq=16_384, limits=ROOMY))

@@ -9,7 +9,7 @@ Of the device, in this order, each as far as it fits:
    backward, which then recomputes nothing.
 
 Where rows are long, what attention gave is kept too (plan/attention.py): on the device if all units stay there and it
-fits, else on the host, else on the device instead of some units.
+fits, else on the host, else on the device instead of some units; only where memory.activations says, if it does.
 
 The micro-batch is never made smaller for it. None of it changes a bit of the result, but that a compiled forward
 with a graph is another program than one without: so a run that goes on keeps as many graphs as it kept before.
@@ -36,13 +36,20 @@ def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
         return plain
     if plain.kept == len(job.sizes.layers):  # nothing is recomputed
         return plain
-    device, host = (
-        _stay(kept, job=job) if (kept := with_attention(chosen, job=job, where=where)).fits else None
-        for where in ("device", "host")
-    )
+    device, host = (_keeping(chosen, job=job, where=where) for where in ("device", "host"))
     if device is not None and (host is None or device.resident >= len(job.sizes.layers) + 2):
         return device
-    return host if host is not None and host.host_total <= host.host_limit.bytes * SPEND_SHARE else device or plain
+    return host or device or plain
+
+
+def _keeping(chosen: MemoryPlan, *, job: Job, where: str) -> MemoryPlan | None:
+    """With attention kept there; None if it does not fit, or memory.activations has another place for such things."""
+    if job.memory.activations not in ("auto", where):
+        return None
+    kept = with_attention(chosen, job=job, where=where)
+    if where == "host" and kept.host_total > kept.host_limit.bytes * SPEND_SHARE:
+        return None
+    return _stay(kept, job=job) if kept.fits else None
 
 
 def _stay(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:

@@ -173,7 +173,7 @@ class Memory(Section):
     micro_batch: AutoCount = Field("auto", description="sequences on the device at once")
     slots: AutoSlots = Field("auto", description="weight slots in the ring, at least 2")
     activations: Annotated[Literal["auto", "device", "host"], _CHOICE] = Field(
-        "auto", description="where the layers' inputs wait for the backward"
+        "auto", description="where the layers' inputs, and what attention gave, wait for the backward"
     )
     compile: Annotated[Literal["auto", "off"], _CHOICE] = Field("auto", description="torch.compile of the layers")
     threads: AutoCount = Field("auto", description="CPU optimizer threads; auto: from the cores this process may use")
