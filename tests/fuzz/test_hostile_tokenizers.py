@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ BOMBS: dict[str, list[Step]] = {
     "a nothing that is found everywhere": [{"type": "Replace", "pattern": {"String": ""}, "content": "ab"}] * 30,
     "a long beginning": [{"type": "Prepend", "prepend": "a" * 5_000}, DOUBLE],
 }
+SPACES: Step = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}
 USUAL: dict[str, list[Step]] = {
     "none": [],
     "llama 2": [
@@ -37,7 +40,7 @@ USUAL: dict[str, list[Step]] = {
     ],
     "bert": [{"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None,
               "lowercase": True}],
-    "nfkc and spaces": [{"type": "NFKC"}, {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"}],
+    "nfkc and spaces": [{"type": "NFKC"}, SPACES],
     "nfc": [{"type": "NFC"}],
 }  # fmt: skip
 
@@ -77,6 +80,15 @@ def test_what_models_come_with_is_never_looked_at_row_by_row(name: str) -> None:
     growth = Growth.of({"type": "Sequence", "normalizers": USUAL[name]})
     assert growth.is_bounded
     growth.check("a" * 1000)
+
+
+def test_the_table_of_sentencepiece_counts_characters() -> None:
+    longest = unicodedata.normalize("NFKC", "\ufdfa")  # of what its own tables make of one letter; t5, albert, xlm-r
+    assert (len(longest), len(longest.encode())) == (18, 33)
+    table = (4).to_bytes(4, "little") + bytes(4) + longest.encode() + b"\0"
+    step: Step = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
+    assert Growth.of({"type": "Sequence", "normalizers": [step, SPACES]}).is_bounded
+    assert not Growth.of({"type": "Sequence", "normalizers": [step, SPACES, SPACES]}).is_bounded
 
 
 def test_the_limit_is_where_it_is_said_to_be() -> None:
