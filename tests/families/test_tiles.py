@@ -105,6 +105,19 @@ def test_of_a_tiled_mlp_only_its_input_is_kept_and_nothing_is_computed_before_th
         assert torch.allclose(mlp(hidden), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_parameter_that_the_mlp_does_not_read_has_no_gradient() -> None:
+    torch.manual_seed(0)
+    mlp, hidden = Mlp(), torch.randn(1, 32, 8, requires_grad=True)
+    mlp.spare = nn.Parameter(torch.ones(8))
+    wanted = torch.autograd.grad(mlp(hidden).sum(), [hidden, *mlp.parameters()], allow_unused=True)
+    mlp.forward = MlpTiles(mlp, unread=False, tokens=10)  # type: ignore[method-assign, assignment]
+    found = torch.autograd.grad(mlp(hidden).sum(), [hidden, *mlp.parameters()], allow_unused=True)
+    assert [g is None for g in found] == [g is None for g in wanted]
+    assert sum(g is None for g in found) == 1
+    for a, b in zip(found, wanted, strict=True):
+        assert a is b is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_families_that_cannot_have_tiles_are_left_whole() -> None:
     class NoRng:
         def get(self) -> object: ...

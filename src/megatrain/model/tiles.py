@@ -113,18 +113,20 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         tiles: MlpTiles = ctx.tiles
         flat, *own = ctx.saved_tensors
-        sums = [torch.zeros(p.shape, dtype=torch.float32, device=p.device) for p in own]
+        sums: list[Tensor | None] = [None] * len(own)  # of a parameter that its forward does not read there is none
         back = torch.empty_like(flat)
         for span in tiles.spans(flat):
             leaf = flat[:, span].detach().requires_grad_(True)
             mine = {name: p.detach().requires_grad_(True) for name, p in zip(tiles.names, own, strict=True)}
             with torch.enable_grad():
                 out = functional_call(tiles.module, mine, (leaf,))
-            found = torch.autograd.grad(out, [leaf, *mine.values()], grads[0][:, span])
-            back[:, span] = found[0]
-            for total, gradient in zip(sums, found[1:], strict=True):
-                total.add_(gradient)
-        return back, None, None, *(total.to(p.dtype) for total, p in zip(sums, own, strict=True))
+            slope, *found = torch.autograd.grad(out, [leaf, *mine.values()], grads[0][:, span], allow_unused=True)
+            back[:, span] = slope
+            for i, gradient in enumerate(found):
+                if gradient is not None:
+                    total = sums[i]
+                    sums[i] = gradient.to(torch.float32, copy=True) if total is None else total.add_(gradient)
+        return back, None, None, *(None if t is None else t.to(p.dtype) for t, p in zip(sums, own, strict=True))
 
 
 def set_tiles(tiling: Tiling, *, tokens: int, unread: Sequence[frozenset[str]], layers: Sequence[nn.Module]) -> None:
