@@ -102,8 +102,9 @@ class _Watch(TorchFunctionMode):
             learned = bias is not None and bias.requires_grad
             self.bias_has_gradient |= learned
             return _apply(_Attention, *args[:3], bias if learned else None)
-        if func in (F.linear, torch._grouped_mm):
-            self.widest_bytes = max(self.widest_bytes, args[0].numel() * args[0].element_size())
+        rows = _multiplied(func, args)
+        if rows is not None:
+            self.widest_bytes = max(self.widest_bytes, rows.numel() * rows.element_size())
         if func is F.linear:
             bias = kwargs.get("bias", args[2] if len(args) > 2 else None)
             out = _apply(_Product, args[0], args[1], args[1].shape[0])
@@ -113,6 +114,18 @@ class _Watch(TorchFunctionMode):
         if func is torch._grouped_mm:
             return _apply(_Product, args[0], args[1], args[1].shape[-1])
         return func(*args, **kwargs)
+
+
+def _multiplied(func: Any, args: Any) -> Tensor | None:
+    """What a product with a matrix of weights takes in, however the layer writes it; None for other functions."""
+    if func in (F.linear, torch._grouped_mm):
+        rows: Tensor = args[0]
+        return rows
+    if func is torch.addmm:  # transformers' Conv1D
+        return args[1]  # type: ignore[no-any-return]
+    if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[1].dim() == 2:
+        return args[0]  # type: ignore[no-any-return]
+    return None
 
 
 class NoProducts(TorchFunctionMode):

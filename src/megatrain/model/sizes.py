@@ -27,6 +27,7 @@ def model_sizes(
     saved_bytes_per_token: int,
     widest_bytes_per_token: int,
     attention_bytes_per_token: int,
+    eager_layers: int,
     slicing: Slicing | None,
     grouping: Grouping | None,
     tiling: Tiling | None,
@@ -48,6 +49,7 @@ def model_sizes(
         saved_bytes_per_token=saved_bytes_per_token,
         widest_bytes_per_token=widest_bytes_per_token,
         attention_bytes_per_token=attention_bytes_per_token,
+        eager_layers=eager_layers,
         config_hash=_hash(spec),
         slicing=None if slicing is None else _slices(slicing, anatomy=anatomy),
         tiling=None

@@ -76,6 +76,7 @@ class ModelSizes:
     tiling: TileSizes | None = None  # None: layers can only run whole
     widest_bytes_per_token: int = 0
     attention_bytes_per_token: int = 0
+    eager_layers: int = 0  # that are never compiled: they hand on state, or share parameters
 
 
 @dataclass(frozen=True)

@@ -260,6 +260,11 @@ class StreamedModel:
             self._slices.remove()
             self._slices = self.sliced_head = None
 
+    @property
+    def _eager(self) -> tuple[bool, ...]:
+        """Per layer whether it is never compiled."""
+        return tuple(bool(part.shared or self._trial.shared) for part in self._parts.layers)
+
     def _compiled(self) -> tuple[LayerFunction | None, ...]:
         """Layers that share parameters with others, hand on state, or stop at their experts, keep their own modules.
 
@@ -271,10 +276,7 @@ class StreamedModel:
             self._found.layers,
             kinds=self.anatomy.kinds,
             names=[part.sites.names for part in self._parts.layers],
-            eager=[
-                bool(part.shared or self._trial.shared or groups)
-                for part, groups in zip(self._parts.layers, self.expert_groups, strict=True)
-            ],
+            eager=[never or groups is not None for never, groups in zip(self._eager, self.expert_groups, strict=True)],
             tap=self._trial.tap,
         )
 
@@ -305,6 +307,7 @@ class StreamedModel:
             saved_bytes_per_token=self._trial.saved_bytes_per_token,
             widest_bytes_per_token=self._trial.widest_bytes_per_token,
             attention_bytes_per_token=self._attention_bytes_per_token(),
+            eager_layers=sum(self._eager),
             slicing=self.slicing,
             grouping=self.grouping if isinstance(self.grouping, Grouping) else None,
             tiling=self.tiling,

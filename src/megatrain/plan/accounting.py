@@ -124,7 +124,7 @@ class Terms:
     dense_masks: the attention in use is given a mask of seq_len^2 bytes a row. context_bytes: 0 on the CPU.
     process_bytes: what the process holds before it allocates; libraries_bytes: what it will hold beyond that of code
     and compiler. reserve: left to the system. moment_bytes: per element of each of the optimizer's two moments.
-    batch_tokens: of one step, padding included. compiled: layers are compiled, and hold less.
+    batch_tokens: of one step, padding included. compiled: the loss is compiled, and layers where they can be.
     """
 
     sizes: ModelSizes
@@ -137,6 +137,11 @@ class Terms:
     moment_bytes: int
     batch_tokens: int
     compiled: bool = False
+
+    @property
+    def compiled_layers(self) -> bool:
+        """Whether all are, and hold less: which of several kinds is the hungriest is not known here."""
+        return self.compiled and not self.sizes.eager_layers
 
 
 def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
@@ -242,7 +247,7 @@ def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
         table["resident units"] = _resident_bytes(chosen, terms=terms)
     if chosen.kept:
         tokens = chosen.micro_batches * chosen.micro_batch * chosen.seq_len
-        share = COMPILED_KEPT if terms.compiled else 1.0
+        share = COMPILED_KEPT if terms.compiled_layers else 1.0
         table["kept graphs"] = chosen.kept * int(sizes.saved_bytes_per_token * share) * tokens
     return table
 
@@ -328,7 +333,7 @@ def _backward_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
         return own + max(in_tiles + 4 * tiling.elems, int(RECOMPUTE_FACTOR * rest))
     saved, widest = terms.sizes.saved_bytes_per_token, terms.sizes.widest_bytes_per_token
     held = max(COMPILED_WIDEST * widest, COMPILED_KEPT * saved + COMPILED_BEYOND * widest)
-    each = held if terms.compiled else RECOMPUTE_FACTOR * saved
+    each = held if terms.compiled_layers else RECOMPUTE_FACTOR * saved
     return int(each * tokens) + own
 
 

@@ -55,8 +55,8 @@ class Job:
     seq_len: the longest row in tokens. stem_shared: the tail or the layers read tensors of the stem (a tied head).
     dense_masks: the attention in use needs a mask of seq_len^2 bytes for rows that are packed (several documents) or
     padded (several rows at once). moment_bytes: per element of each of the optimizer's two moments. can_reside: units
-    may live on the device and be updated there. compiled: layers are. resumed: the plan of a run that goes on; what
-    decides rounding (micro-batch, head chunk) stays as it was.
+    may live on the device and be updated there. compiled: the loss is, and layers where they can be. resumed: the plan
+    of a run that goes on; what decides rounding (micro-batch, head chunk) stays as it was.
     """
 
     sizes: ModelSizes
