@@ -84,6 +84,14 @@ def test_a_run_that_goes_on_stays_as_it_was() -> None:
     assert not attempt(replace(again, resumed=without)).attention
 
 
+def test_a_run_that_goes_on_without_our_attention_keeps_none() -> None:
+    before = attempt(job(SHAPE, batch=4, seq=16_384, vram=32 * GIB, limits=ROOMY))
+    assert before.attention
+    elsewhere = attempt(job(SEVEN_B, batch=4, seq=16_384, limits=replace(ROOMY, device=None), resumed=before))
+    assert not elsewhere.attention
+    assert elsewhere.attention_bytes == elsewhere.attention_buffers == 0
+
+
 def test_the_estimate_leaves_the_recompute_of_attention_out() -> None:
     rates = assumed_rates("NVIDIA H200", cores=14)
     kept = attempt(job(SHAPE, batch=4, seq=16_384, vram=32 * GIB, limits=ROOMY))

@@ -43,8 +43,9 @@ def spend(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:
 
 
 def _keeping(chosen: MemoryPlan, *, job: Job, where: str) -> MemoryPlan | None:
-    """With attention kept there; None if it does not fit, or memory.activations has another place for such things."""
-    if job.memory.activations not in ("auto", where):
+    """With attention kept there; None if it does not fit, the model has none that can be (a resumed run may have had
+    another device), or memory.activations has another place for such things."""
+    if not job.sizes.attention_bytes_per_token or job.memory.activations not in ("auto", where):
         return None
     kept = with_attention(chosen, job=job, where=where)
     if where == "host" and kept.host_total > kept.host_limit.bytes * SPEND_SHARE:
