@@ -74,6 +74,11 @@ ATTENTION = [
         (2, 3), (1, 2), (2, 3), (0, 2), (False, True), (0, 2), ("device", "host")
     )
 ]
+ATTENTION += [
+    Case(2, 2, 2, 1, loads, tied, True, slices=2, attention=attention)
+    for loads, tied, attention in itertools.product((0, 2), (False, True), ("device", "host"))
+]
+ATTENTION += [Case(3, 2, 2, 1, 0, False, False, 5, kept, attention="device") for kept in (1, 2)]
 ALL = cases(layers=(1, 2, 3, 5), micro_batches=(1, 2, 3), loads=(0, 1, 2))
 
 

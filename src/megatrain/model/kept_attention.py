@@ -1,6 +1,6 @@
 """Attention whose output waits for the backward, so that the recompute does not run it again.
 
-The first forward hands out each call's output and log-sum-exp ; the recompute is given them and goes
+The first forward hands out each call's output and log-sum-exp; the recompute is given them and goes
 straight to the backward, which needs nothing else beside query, key and value. For long rows that saves the
 largest part of the recompute, at 2 bytes per element of the output: far less than any other product's input costs.
 
