@@ -149,6 +149,7 @@ def test_disk_by_purpose_holds_every_kept_checkpoint_the_one_being_written_and_t
     assert needs(saves=2, most=MANY).table == table
     assert needs(saves=1, export=0).table == {"checkpoint being written": one}
     assert needs(saves=2).table["checkpoints kept"] == one
+    assert "checkpoints kept" not in needs(saves=0).table
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class DiskNeeds:
     def table(self) -> dict[str, int]:
         """By purpose: with all that is kept while one more is written."""
         table = {"checkpoint being written": self.checkpoint}
-        if kept := min(self.keep, self.saves_at_most - 1):
+        if (kept := min(self.keep, self.saves_at_most - 1)) > 0:
             table["checkpoints kept"] = kept * self.checkpoint
         if self.export:
             table["exported model"] = self.export

@@ -92,7 +92,8 @@ class RunDir:
             self._check_lock()
 
     def _refuse_links(self) -> None:
-        """Files that are written where they lie; others are replaced, and a link with them."""
+        """Files that are written where they lie, and those that are read or appear when nobody looks; others are
+        replaced, and a link with them."""
         for path in (self.lock, self.metrics, self.crash, self.wandb_id):
             refuse_link(path)
 
