@@ -15,9 +15,10 @@ from megatrain.plan.explain import explain
 from megatrain.plan.rates import assumed_rates
 from megatrain.plan.speed import estimate
 from megatrain.stream import activations
-from megatrain.train.build import build_rooms
+from megatrain.train.build import build_executor, build_rooms
 from megatrain.train.model_config import read_config
 from megatrain.train.planning import plan_run
+from megatrain.train.replan import fewer_rows
 from plan.jobs import GIB, SEVEN_B, job, limits
 from plan.test_allocations import BUFFERS, STORE, Counting, recipe_of
 
@@ -118,6 +119,28 @@ def test_what_is_taken_is_what_was_planned(tmp_path: Path, where: str) -> None:
         assert device.taken == sum(chosen.device.get(purpose, 0) for purpose in BUFFERS) + places
         assert chosen.attention_bytes == 2 * 64 * 4 * (12 * 2 + 4) + PIECE_BYTES
         rooms.executor.close()
+    finally:
+        rooms.worker.close()
+        rooms.store.close()
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+@pytest.mark.parametrize("rows", [2, 1])
+def test_out_of_memory_leaves_it_out_and_what_is_left_can_be_built(tmp_path: Path, where: str, rows: int) -> None:
+    recipe = recipe_of(tmp_path, {"precision": "bf16", "rows": 4, "micro": rows})
+    planned = plan_run(recipe, config=read_config(recipe))
+    job_ = replace(planned.job, sizes=replace(planned.job.sizes, attention_bytes_per_token=112))
+    planned = replace(planned, job=job_, plan=with_attention(planned.plan, job=job_, where=where))
+    rooms = build_rooms(planned, fill=lambda store: None)
+    try:
+        smaller = fewer_rows(planned)
+        assert smaller is not None
+        assert (smaller.plan.micro_batch, smaller.plan.attention) == (1, "")
+        assert "attention outputs" not in smaller.plan.device | smaller.plan.host
+        assert smaller.plan.device_total < planned.plan.device_total
+        rooms.executor.close()
+        build_executor(smaller, store=rooms.store, worker=rooms.worker).close()
+        assert fewer_rows(smaller) is None
     finally:
         rooms.worker.close()
         rooms.store.close()

@@ -56,15 +56,16 @@ def train_through(
         # here the failed step's frames are gone, and with them what they held on the device
         state = trainer.state
         console.warn(
-            f"the device ran out of memory in the first step ({reason}); nothing was updated yet, going on with "
-            f"micro-batches of {smaller.plan.micro_batch} rows (were {run.plan.micro_batch}); sums round differently"
+            f"the device ran out of memory in the first step ({reason}); nothing was updated yet, going on "
+            + _difference(smaller.plan, was=run.plan)
         )
         prospect = replace(prospect, planned=smaller)
         run = cut_again(run, planned=smaller, prepared=prospect.prepared, stop=stop)
 
 
 def fewer_rows(planned: Planned) -> Planned | None:
-    """The same run with half the rows of a micro-batch (or fewer) and no graphs kept; None if one row is all there is.
+    """The same run with half the rows of a micro-batch (or fewer), with neither graphs nor attention kept; None if one
+    row is all there is, and nothing kept.
 
     What waits in host memory must fit where it was planned: the store is not allocated again.
     """
@@ -75,7 +76,7 @@ def fewer_rows(planned: Planned) -> Planned | None:
         smaller = _recut(planned, rows=rows)
         if not plan.load_buffers or _waiting_bytes(smaller) <= _waiting_bytes(plan):
             return replace(planned, plan=smaller)
-    return replace(planned, plan=_recut(planned, rows=1)) if plan.kept else None
+    return replace(planned, plan=_recut(planned, rows=plan.micro_batch)) if plan.kept or plan.attention else None
 
 
 def cut_again(run: Run, *, planned: Planned, prepared: Prepared, stop: StopFlag | None) -> Run:
@@ -119,8 +120,17 @@ def _recut(planned: Planned, *, rows: int) -> MemoryPlan:
         micro_batches=-(-job.batch_size // rows),
         input_bytes=rows * job.seq_len * job.sizes.hidden_bytes_per_token,
         kept=0,
+        attention="",
+        attention_bytes=0,
+        attention_buffers=0,
     )
     return account(changed, terms=job.terms(micro_batch=rows))
+
+
+def _difference(plan: MemoryPlan, *, was: MemoryPlan) -> str:
+    if plan.micro_batch == was.micro_batch:
+        return "with everything recomputed"
+    return f"with micro-batches of {plan.micro_batch} rows (were {was.micro_batch}); sums round differently"
 
 
 def _waiting_bytes(plan: MemoryPlan) -> int:
