@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from drive import Streamed, differences, make_batches, reference_model
@@ -10,6 +12,7 @@ from torch._dynamo.utils import counters
 from variants import config_of
 
 from megatrain.model.attention import VARLEN, Documents, use_documents, varlen_attention
+from megatrain.model.batch import MicroBatch
 from megatrain.model.kept_attention import begin_exchange
 
 ROWS, LENGTH, SIZE = 2, 32, 16
@@ -82,3 +85,22 @@ def test_compiled_layers_keep_it_too() -> None:
     streamed.step(batches, keep_attention=True)
     assert counters["stats"]["unique_graphs"] == 4  # plain: without and with gradients; noted; given
     assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_documents_of_every_length_stay_within_the_limit_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each power of two that the longest document is rounded to has graphs of its own, for few rows and many."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    config = config_of("llama")
+    config.num_hidden_layers = 1
+    streamed = Streamed(reference_model(config, attention="sdpa"), config=config, attention=VARLEN, compile=True)
+    for rows in (2, 3, 1):
+        for longest in (12, 24, 50, 100, 200, 400, 512):
+            ids = torch.arange(rows * 512).view(rows, 512) % 200 + 3
+            positions = (torch.arange(512) % longest).expand(rows, -1)
+            batch = MicroBatch(ids, ids, positions, None, ids.numel(), ids.numel())
+            streamed.step([batch], keep_attention=True)
+            streamed.evaluate(batch)
+    assert counters["stats"]["unique_graphs"] > 32

@@ -21,8 +21,10 @@ LayerFunction = Callable[
     tuple[Any, list[Tensor], list[Tensor]],
 ]
 """(weights, args, kwargs, noting, given) -> (what the layer returns, router logits, noted attention); see Exchange."""
-_GRAPHS_PER_KIND = 32
-"""With and without gradients, noted and given attention, static and dynamic shapes, with and without masks."""
+_GRAPHS_PER_KIND = 256
+"""With and without gradients, noted and given attention, static and dynamic shapes, one row and several, with and
+without masks; and all of these for each length that the longest document is rounded to, a power of two, which the
+attention operators take as a constant."""
 
 
 def compile_kinds(
