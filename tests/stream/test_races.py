@@ -22,6 +22,7 @@ from megatrain.stream.executor import StreamingExecutor
 from megatrain.stream.step import Geometry
 
 STEPS = 2
+PARTS = 7  # of the longest test: each within the time that a test may take, and (being odd) with every kind of shape
 INPUT_BYTES = B * S * D * 4
 ATTENTION_BYTES = PIECE_BYTES + B * S * 4
 assert INPUT_BYTES <= PIECE_BYTES
@@ -264,7 +265,9 @@ def test_every_wait_matters(record_property: Callable[[str, object], None]) -> N
 
 
 @pytest.mark.slow
-def test_every_wait_of_every_shape(record_property: Callable[[str, object], None]) -> None:
-    counts = _mutate([c for c in ALL if c.layers < 5] + SLICED + GROUPED[::41] + ATTENTION, record_property)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_wait_of_every_shape(record_property: Callable[[str, object], None], part: int) -> None:
+    every = [c for c in ALL if c.layers < 5] + SLICED + GROUPED[::41] + ATTENTION
+    counts = _mutate(every[part::PARTS], record_property)
     assert {keeps for keeps, verdict in counts if verdict == "killed"} == INVARIANTS | OF_ROWS
-    assert sum(counts.values()) > 10_000
+    assert sum(counts.values()) > 5_000
