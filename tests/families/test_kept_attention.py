@@ -9,7 +9,7 @@ import torch
 from drive import Streamed, differences, make_batches, reference_model
 from torch import nn
 from torch._dynamo.utils import counters
-from variants import config_of
+from variants import attention_of, config_of
 
 from megatrain.model.attention import VARLEN, Documents, use_documents, varlen_attention
 from megatrain.model.batch import MicroBatch
@@ -60,6 +60,20 @@ def test_a_step_gives_the_same_bits(variant: str, packed: bool) -> None:
     assert torch.equal(kept.loss, plain.loss)
     assert kept.gradients.keys() == plain.gradients.keys()
     assert all(torch.equal(kept.gradients[name], plain.gradients[name]) for name in plain.gradients)
+
+
+@pytest.mark.parametrize(
+    ("variant", "layers"), [("llama", {0, 1, 2, 3}), ("qwen3", {0, 1}), ("mistral", set()), ("gemma2", set())]
+)
+def test_only_layers_that_see_whole_documents_are_worth_it(variant: str, layers: set[int]) -> None:
+    config = config_of(variant)
+    attention = attention_of(variant)
+    streamed = Streamed(reference_model(config, attention=attention), config=config, attention=VARLEN)
+    assert streamed.model.attention_layers == layers
+    assert streamed.model.sizes.attention_layers == len(layers)
+    heads, size = config.num_attention_heads, getattr(config, "head_dim", None) or 0
+    size = size or config.hidden_size // heads
+    assert streamed.model.sizes.attention_bytes_per_token == (heads * (size * 4 + 4) if layers else 0)
 
 
 def test_attention_that_is_not_ours_is_recomputed() -> None:

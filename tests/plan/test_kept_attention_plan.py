@@ -12,18 +12,20 @@ from megatrain.plan.accounting import LOAD_BUFFERS, SENDS_IN_FLIGHT
 from megatrain.plan.attention import PIECE_BYTES, with_attention
 from megatrain.plan.cutting import attempt
 from megatrain.plan.explain import explain
+from megatrain.plan.job import Job
 from megatrain.plan.rates import assumed_rates
 from megatrain.plan.speed import estimate
+from megatrain.plan.spend import SPEND_SHARE
 from megatrain.stream import activations
 from megatrain.train.build import build_executor, build_rooms
 from megatrain.train.model_config import read_config
-from megatrain.train.planning import plan_run
+from megatrain.train.planning import Planned, plan_run
 from megatrain.train.replan import fewer_rows
 from plan.jobs import GIB, SEVEN_B, job, limits
 from plan.test_allocations import BUFFERS, STORE, Counting, recipe_of
 
 EACH = 7280  # of 28 heads of 128: output in bf16 and a log-sum-exp
-SHAPE = replace(SEVEN_B, attention_bytes_per_token=EACH, widest_bytes_per_token=37_888)
+SHAPE = replace(SEVEN_B, attention_bytes_per_token=EACH, attention_layers=28, widest_bytes_per_token=37_888)
 ROOMY = limits(512 * GIB)
 
 
@@ -77,6 +79,22 @@ def test_it_is_not_kept_beside_every_graph() -> None:
     assert not chosen.attention
 
 
+def test_spare_memory_stops_where_it_stops_for_all_else() -> None:
+    seen = set()
+    for gib in range(14, 64, 2):
+        chosen = attempt(job(SHAPE, batch=4, seq=16_384, vram=gib * GIB, limits=ROOMY))
+        seen.add(chosen.attention)
+        if chosen.attention:
+            assert chosen.device_total <= gib * GIB * SPEND_SHARE
+    assert seen >= {"", "host"}
+
+
+def test_only_layers_that_see_whole_documents_count() -> None:
+    few = attempt(job(replace(SHAPE, attention_layers=5), batch=4, seq=16_384, vram=32 * GIB, limits=ROOMY))
+    all_ = attempt(job(SHAPE, batch=4, seq=16_384, vram=32 * GIB, limits=ROOMY))
+    assert 28 * few.host["attention outputs"] == 5 * all_.host["attention outputs"]
+
+
 def test_a_run_that_goes_on_stays_as_it_was() -> None:
     with_it = attempt(job(SHAPE, batch=4, seq=16_384, vram=32 * GIB, limits=ROOMY))
     without = attempt(job(SEVEN_B, batch=4, seq=16_384, vram=32 * GIB, limits=ROOMY))
@@ -104,13 +122,20 @@ def test_the_estimate_leaves_the_recompute_of_attention_out() -> None:
     assert with_it.link_in_s > without.link_in_s
 
 
+def with_keepable_layers(planned: Planned) -> Job:
+    """As on a GPU, whose attention can be kept: five layers of four heads of 12."""
+    planned.model._keepable = {layer: (4, 12) for layer in range(5)}
+    sizes = replace(planned.job.sizes, attention_bytes_per_token=4 * (12 * 2 + 4), attention_layers=5)
+    return replace(planned.job, sizes=sizes)
+
+
 @pytest.mark.parametrize("where", ["device", "host"])
 def test_what_is_taken_is_what_was_planned(tmp_path: Path, where: str) -> None:
     device = Counting()
     recipe = recipe_of(tmp_path, {"precision": "bf16", "rows": 4, "micro": 2})
     planned = replace(plan_run(recipe, config=read_config(recipe)), device=device)
-    sizes = replace(planned.job.sizes, attention_bytes_per_token=4 * (12 * 2 + 4))
-    chosen = with_attention(planned.plan, job=replace(planned.job, sizes=sizes), where=where)
+    job_ = with_keepable_layers(planned)
+    chosen = with_attention(planned.plan, job=job_, where=where)
     rooms = build_rooms(replace(planned, plan=chosen), fill=lambda store: None)
     try:
         purposes = (*STORE, "attention outputs") if where == "host" else STORE
@@ -129,7 +154,7 @@ def test_what_is_taken_is_what_was_planned(tmp_path: Path, where: str) -> None:
 def test_out_of_memory_leaves_it_out_and_what_is_left_can_be_built(tmp_path: Path, where: str, rows: int) -> None:
     recipe = recipe_of(tmp_path, {"precision": "bf16", "rows": 4, "micro": rows})
     planned = plan_run(recipe, config=read_config(recipe))
-    job_ = replace(planned.job, sizes=replace(planned.job.sizes, attention_bytes_per_token=112))
+    job_ = with_keepable_layers(planned)
     planned = replace(planned, job=job_, plan=with_attention(planned.plan, job=job_, where=where))
     rooms = build_rooms(planned, fill=lambda store: None)
     try:

@@ -20,6 +20,7 @@ TILED = replace(
     tiling=TileSizes(REST, MLP, 3 * 3584 * 18_944),
     widest_bytes_per_token=37_888,
     attention_bytes_per_token=7280,
+    attention_layers=28,
 )
 ROOMY = limits(512 * GIB, vram=141 * GIB)
 

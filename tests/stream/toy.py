@@ -144,9 +144,10 @@ class ToyPass:
         keep_graph: bool = False,
         keep_attention: bool = False,
     ) -> Tensor:
-        if keep_attention:  # the first layer has none
+        if keep_attention:
+            assert layer
             product = hidden * weights["w"]
-            self._attention[layer] = (product, product.sum(-1).flatten()) if layer else ()
+            self._attention[layer] = (product, product.sum(-1).flatten())
         if keep_graph:
             self._kept[layer] = self._with_graph(weights, hidden)
             return self._kept[layer][2].detach()
@@ -233,6 +234,7 @@ class ToyPass:
 class ToyModel:
     def __init__(self, layers: int, *, tied: bool, experts: int = 0) -> None:
         self.anatomy = toy_anatomy(layers, tied=tied, experts=experts)
+        self.attention_layers = frozenset(range(1, layers))  # the first layer has none
         head = ToyMatrix("embed" if tied else "head", V)
         self.slicing = ToySlicing(head, ToyMatrix("embed", V), tied)
         self.slices: ToySlices | None = None

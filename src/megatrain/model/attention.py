@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
 from megatrain.model.batch import MicroBatch
-from megatrain.model.kept_attention import LSE_BYTES, attention_kept, document_mask
+from megatrain.model.kept_attention import attention_kept, document_mask
 from megatrain.model.stubs import LayerCall
 
 VARLEN = "megatrain_varlen"
@@ -261,19 +261,19 @@ def set_windows(
     return True
 
 
-def kept_bytes_per_token(layers: Sequence[nn.Module], *, calls: Sequence[AttentionCall], itemsize: int) -> int:
-    """What attention gives of a token in one layer, at most; 0 if it cannot be kept (kept_attention.py).
+def keepable(layers: Sequence[nn.Module], *, calls: Sequence[AttentionCall]) -> dict[int, tuple[int, int]]:
+    """Layers, by number, whose attention can wait for the backward (kept_attention.py): heads, and a head's size.
 
-    calls: of two passes through every layer. More than one a layer and pass is more than a store keeps.
+    Those with one call of this attention that sees all of a document; in a window it is cheap to run again. calls: of
+    two passes through every layer. Windows are set.
     """
-    most = 0
-    for layer in layers:
+    found = {}
+    for index, layer in enumerate(layers):
         inside = {id(module) for module in layer.modules()}
         mine = [call for call in calls if id(call.module) in inside]
-        if len(mine) > 2:
-            return 0
-        most = max([most, *(call.heads * (call.sizes[-1] * itemsize + LSE_BYTES) for call in mine)])
-    return most
+        if len(mine) == 2 and getattr(mine[0].module, _WINDOW_ATTRIBUTE, None) == CAUSAL:
+            found[index] = (mine[0].heads, mine[0].sizes[-1])
+    return found
 
 
 def _drops(module: nn.Module) -> bool:

@@ -57,7 +57,8 @@ class ModelSizes:
 
     It counts memory that grows with the tokens; attention matrices (eager attention, dense masks) are extra.
     `widest_bytes_per_token`: what the widest product of a layer takes in. `attention_bytes_per_token`: what the
-    attention of a layer gives, output and log-sum-exp, where that can wait for the backward; else 0.
+    attention of a layer gives, output and log-sum-exp, where that can wait for the backward: in `attention_layers` of
+    them.
     """
 
     stem: UnitSizes
@@ -76,6 +77,7 @@ class ModelSizes:
     tiling: TileSizes | None = None  # None: layers can only run whole
     widest_bytes_per_token: int = 0
     attention_bytes_per_token: int = 0
+    attention_layers: int = 0
     eager_layers: int = 0  # that are never compiled: they hand on state, or share parameters
 
 

@@ -19,7 +19,7 @@ from megatrain.model.attention import (
     VARLEN,
     Documents,
     Window,
-    kept_bytes_per_token,
+    keepable,
     set_windows,
     trial_config,
     use_documents,
@@ -32,7 +32,7 @@ from megatrain.model.compiled import LayerFunction, compile_kinds
 from megatrain.model.experts import ExpertGroups, NotGroupable
 from megatrain.model.experts_pass import ExpertPass
 from megatrain.model.grouping import Grouping
-from megatrain.model.kept_attention import Exchange, begin_exchange
+from megatrain.model.kept_attention import LSE_BYTES, Exchange, begin_exchange
 from megatrain.model.packing import document_masks, leaking_layers, probe_positions, probe_row, striped
 from megatrain.model.passes import Pass
 from megatrain.model.rows_and_slices import BoundSlices
@@ -307,17 +307,26 @@ class StreamedModel:
             saved_bytes_per_token=self._trial.saved_bytes_per_token,
             widest_bytes_per_token=self._trial.widest_bytes_per_token,
             attention_bytes_per_token=self._attention_bytes_per_token(),
+            attention_layers=len(self._keepable),
             eager_layers=sum(self._eager),
             slicing=self.slicing,
             grouping=self.grouping if isinstance(self.grouping, Grouping) else None,
             tiling=self.tiling,
         )
 
+    @cached_property
+    def _keepable(self) -> dict[int, tuple[int, int]]:
+        calls = self._trial.attention_calls if self.attention == VARLEN else ()
+        return keepable(self._found.layers, calls=calls)
+
+    @property
+    def attention_layers(self) -> frozenset[int]:
+        """Numbers of the layers whose attention can wait for the backward."""
+        return frozenset(self._keepable)
+
     def _attention_bytes_per_token(self) -> int:
-        if self.attention != VARLEN:
-            return 0
-        calls, layers = self._trial.attention_calls, self._found.layers
-        return kept_bytes_per_token(layers, calls=calls, itemsize=self.spec.precision.itemsize)
+        itemsize = self.spec.precision.itemsize
+        return max((heads * (size * itemsize + LSE_BYTES) for heads, size in self._keepable.values()), default=0)
 
     @property
     def aux_coefficient(self) -> float:

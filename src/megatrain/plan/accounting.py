@@ -160,7 +160,8 @@ def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
     if chosen.activations == "host":
         host["activations"] = _waiting_rows(chosen, sizes=sizes) * footprint(chosen.input_bytes, pinned=True)
     if chosen.attention == "host":
-        host["attention outputs"] = _waiting_rows(chosen, sizes=sizes) * footprint(chosen.attention_bytes, pinned=True)
+        rows = sizes.attention_layers * chosen.micro_batches
+        host["attention outputs"] = rows * footprint(chosen.attention_bytes, pinned=True)
     ends = sliced_ends(chosen, sizes=sizes)
     if ends is not None:
         host["embedding rows"] = footprint(ends.row_block_bytes, pinned=True)
@@ -261,7 +262,8 @@ def _device_inputs(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
 def _device_attention(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
     """A layer whose graph is kept holds its own."""
     if chosen.attention == "device":
-        return (len(sizes.layers) - chosen.kept) * chosen.micro_batches * chosen.attention_bytes
+        recomputed = min(sizes.attention_layers, len(sizes.layers) - chosen.kept)
+        return recomputed * chosen.micro_batches * chosen.attention_bytes
     return (chosen.attention_buffers + SENDS_IN_FLIGHT) * chosen.attention_bytes
 
 

@@ -16,6 +16,8 @@ WORTH_SHARE = 0.1
 """Of a layer's other products: below it attention is recomputed."""
 ELEMENT_BYTES = 2
 """Of attention's output, where it can be kept at all."""
+PIECE_BYTES = 256
+"""`stream.activations.PIECE_BYTES`: the log-sum-exp begins at a multiple of it."""
 PACKED_DOCUMENTS = 4
 """A packed row counts as so many documents, which are not known before the data are read."""
 
@@ -23,7 +25,7 @@ PACKED_DOCUMENTS = 4
 def worth(job: Job) -> bool:
     """Whether rows are long enough. Never on the CPU, whose attention is another."""
     known = job.sizes.attention_bytes_per_token
-    if not known or job.on_cpu:
+    if not job.sizes.attention_layers or job.on_cpu:
         return False
     length = job.seq_len // PACKED_DOCUMENTS if job.packed else job.seq_len
     return length * (known // ELEMENT_BYTES) >= WORTH_SHARE * layer_params(job.sizes) / len(job.sizes.layers)
@@ -48,7 +50,3 @@ def layer_params(sizes: ModelSizes) -> int:
 def head_params(sizes: ModelSizes) -> int:
     """Of the product with the vocabulary."""
     return sizes.vocab_size * sizes.hidden_numel_per_token
-
-
-PIECE_BYTES = 256
-"""`stream.activations.PIECE_BYTES`: the log-sum-exp begins at a multiple of it."""

@@ -85,6 +85,7 @@ def scaled(sizes: ModelSizes, scale: float) -> ModelSizes:
         saved_bytes_per_token=round(sizes.saved_bytes_per_token * scale),
         widest_bytes_per_token=round(sizes.widest_bytes_per_token * scale),
         attention_bytes_per_token=round(sizes.attention_bytes_per_token * scale),
+        attention_layers=round(count * sizes.attention_layers / len(kinds)),
         slicing=None if sizes.slicing is None else _narrower(sizes.slicing, scale),
         experts=None if sizes.experts is None else _smaller(sizes.experts, scale, layers=count),
         tiling=None if sizes.tiling is None else _other_tiles(sizes.tiling, scale),

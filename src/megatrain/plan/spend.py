@@ -48,9 +48,11 @@ def _keeping(chosen: MemoryPlan, *, job: Job, where: str) -> MemoryPlan | None:
     if not job.sizes.attention_bytes_per_token or job.memory.activations not in ("auto", where):
         return None
     kept = with_attention(chosen, job=job, where=where)
-    if where == "host" and kept.host_total > kept.host_limit.bytes * SPEND_SHARE:
-        return None
-    return _stay(kept, job=job) if kept.fits else None
+    device, host = kept.device_limit, kept.host_limit
+    spare = device is None or kept.device_total <= device.bytes * SPEND_SHARE
+    if where == "host":
+        spare = spare and kept.host_total <= host.bytes * SPEND_SHARE
+    return _stay(kept, job=job) if spare and kept.fits else None
 
 
 def _stay(chosen: MemoryPlan, *, job: Job) -> MemoryPlan:

@@ -72,7 +72,7 @@ class StreamingExecutor:
         buffers = geometry.grad_buffers if len(self._resident.units) < len(store.units) else 0
         self._gradients = GradientRing(device, buffers=buffers, buffer_bytes=self._layers.param_bytes)
         self._activations = self._allocate_activations()
-        layers = [layer.unit.index for layer in store.layers]
+        layers = sorted(index + 1 for index in model.attention_layers)
         self._attention = KeptAttention.of(geometry, device=device, arena=store.arena, layers=layers)
         self._numbers = Numbers(device)
         self._tail = store.tail.unit.index
@@ -250,7 +250,7 @@ class StreamingExecutor:
         weights, hidden = slot.views((unit, None), self._layers.layout(unit)), step.hidden_of(m)
         if training and not self._geometry.load_buffers:
             self._activations.save(key, hidden)
-        attention = training and self._attention.on
+        attention = training and self._attention.on and unit - 1 in self._model.attention_layers
         writes = (f"hidden{(unit + 1, m)}", *((f"attention{key}",) if attention else ()))
         reads = (slot.name, f"hidden{key}")
         self._device.touch(f"forward({unit},{m})", on=StreamName.COMPUTE, reads=reads, writes=writes)
