@@ -69,9 +69,20 @@ with SignalGuard() as guard:
 """
 
 
+def _hangs_up() -> None:
+    """Also where the tests themselves run under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def start(mode: str, *prefix: str) -> subprocess.Popen[str]:
     command = [*prefix, sys.executable, "-c", PROGRAM, mode]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hangs_up,
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     while "ready" not in line:  # nohup speaks first
