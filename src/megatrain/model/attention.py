@@ -200,8 +200,9 @@ def varlen_windows(
 
     calls: of `trial_config(config)` with sdpa on one packed row, `position_ids` [1, S].
     """
-    full = _document_mask(position_ids, window=None)
-    sliding = _document_mask(position_ids, window=TRIAL_WINDOW)
+    starts, length = (position_ids[0] == 0).nonzero().flatten(), position_ids.shape[1]
+    full = document_mask(starts, length, window=-1)
+    sliding = document_mask(starts, length, window=TRIAL_WINDOW - 1)  # to the left: the token itself is one of a window
     windows: list[Window | None] = []
     for call in calls:
         masks = [v for v in call.others().values() if isinstance(v, Tensor) and v.shape[-2:] == full.shape]
@@ -216,14 +217,6 @@ def varlen_windows(
         else:
             return None
     return tuple(windows)
-
-
-def _document_mask(position_ids: Tensor, *, window: int | None) -> Tensor:
-    document = (position_ids[0] == 0).cumsum(0)
-    place = torch.arange(position_ids.shape[1])
-    distance = place[:, None] - place[None, :]
-    mask = (document[:, None] == document[None, :]) & (distance >= 0)
-    return mask if window is None else mask & (distance < window)
 
 
 def set_windows(
