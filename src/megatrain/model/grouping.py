@@ -12,15 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
-from megatrain.model.anatomy_of import Parts, hollow
+from megatrain.model.anatomy_of import Parts
 from megatrain.model.experts import Experts, NotGroupable, find_all
-from megatrain.model.rehearsal import LONG, SHORT, Rehearsals
-from megatrain.model.sites import Sites
+from megatrain.model.rehearsal import LONG, SHORT, Rehearsals, bytes_per_token
 from megatrain.model.skeleton import LayerList
 from megatrain.model.stubs import Recorder
-from megatrain.model.trial import Trial
+from megatrain.model.trial import Trial, rehearsing_again
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,12 @@ def find_grouping(
         raise NotGroupable(f"its layers hand on {trial.shared[0]} beside the hidden states")
     if any(needs for one, needs in zip(experts, trial.forward_needs_grad, strict=True) if one is not None):
         raise NotGroupable("its attention bias has a gradient")
-    sites = Sites(parts.outer_sites)
-    sites.put({name: hollow(tensor) for name, tensor in parts.outer.items()})
     try:
-        rest, alone = _rehearse(experts, found=found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
+        with rehearsing_again(trial, parts=parts):
+            rest, alone = _rehearse(experts, found=found, parts=parts, recorder=recorder, trial=trial, kinds=kinds)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
         # Somebody else's code on arguments that it was not made for; nothing is lost but the groups.
         raise NotGroupable(f"a layer does not run without its experts: {error}") from error
-    finally:
-        sites.clear()
-        trial.tap.take()  # the router logits of layers that were only rehearsed
     return Grouping(experts, rest, alone)
 
 
@@ -76,10 +69,7 @@ def _rehearse(
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     kept: list[list[tuple[int, int]]] = []  # by length and layer: without experts, with them
     for length in (SHORT, LONG):
-        ids = torch.zeros(1, length, dtype=torch.int64)
-        with torch.enable_grad():
-            calls = recorder.record(partial(base, input_ids=ids))
-        rehearsals = Rehearsals(calls, shared=trial.shared)
+        rehearsals = Rehearsals.of_row(recorder, base, length=length, shared=trial.shared)
         kept.append([])
         for i in firsts:
             layer, part = found.layers[i], parts.layers[i]
@@ -87,11 +77,5 @@ def _rehearse(
             if apart.experts_read:
                 raise NotGroupable("the backward of a layer reads what its experts gave")
             kept[-1].append((apart.saved_bytes, rehearsals.run(i, layer=layer, parts=part).saved_bytes))
-    rest = [_growth(short[0], long[0]) for short, long in zip(*kept, strict=True)]
-    whole = [_growth(short[1], long[1]) for short, long in zip(*kept, strict=True)]
+    rest, whole = ([bytes_per_token(s[n], b[n]) for s, b in zip(*kept, strict=True)] for n in (0, 1))
     return max(rest), max(w - r for w, r in zip(whole, rest, strict=True))
-
-
-def _growth(short: int, long: int) -> int:
-    """Of a token, rounded up."""
-    return -(-(long - short) // (LONG - SHORT))

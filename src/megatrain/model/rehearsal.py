@@ -8,7 +8,7 @@ with a graph to give the recompute's bits). Weights are one expanded element eac
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from megatrain.model.anatomy_of import LayerParts, hollow
 from megatrain.model.experts import Experts, NotGroupable
 from megatrain.model.graphs import reached
-from megatrain.model.stubs import LayerCall
+from megatrain.model.stubs import LayerCall, Recorder
 from megatrain.model.unread import Labels
 
 SHORT, LONG = 32, 96  # lengths at which layers are rehearsed; the difference is what grows with the tokens
@@ -144,15 +144,23 @@ class Rehearsals:
     """Runs the layers of one recorded stem in order, so that state they hand on is there for the next."""
 
     def __init__(self, calls: Sequence[LayerCall], *, shared: Sequence[str]) -> None:
-        self._calls = calls
+        self.calls = calls
         self._live: dict[str, MutableMapping[Any, Any]] = {n: type(calls[0].kwargs[n])() for n in shared}
+
+    @classmethod
+    def of_row(cls, recorder: Recorder, base: Callable[..., Any], *, length: int, shared: Sequence[str]) -> Rehearsals:
+        """Of one row of `length` tokens. base: what runs the stem, on `input_ids`."""
+        ids = torch.zeros(1, length, dtype=torch.int64)
+        with torch.enable_grad():
+            calls = recorder.record(lambda: base(input_ids=ids))
+        return cls(calls, shared=shared)
 
     def run(self, index: int, *, layer: nn.Module, parts: LayerParts, experts: Experts | None = None) -> Rehearsal:
         """Run `layer`, number `index`; its own tensors are on the meta device before and after.
 
         experts: those of the layer, where it is to be rehearsed without them. Raises NotGroupable.
         """
-        call = self._calls[index]
+        call = self.calls[index]
         weights = {n: hollow(t) for n, t in parts.tensors.items()}
         hidden = call.hidden.detach().requires_grad_(True)
         args, kwargs = pytree.tree_map_only(Tensor, _leaf, (list(call.args), dict(call.kwargs)))
@@ -205,6 +213,11 @@ class Rehearsals:
             for leaf in pytree.tree_leaves(value)
             if isinstance(leaf, Tensor)
         ]
+
+
+def bytes_per_token(short: int, long: int) -> int:
+    """What a token adds, by what rows of SHORT and of LONG tokens took; rounded up."""
+    return -(-(long - short) // (LONG - SHORT))
 
 
 def form_of(call: LayerCall) -> object:

@@ -23,12 +23,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from megatrain.model.anatomy_of import Parts, hollow
-from megatrain.model.rehearsal import LONG, SHORT, Rehearsals
-from megatrain.model.sites import Sites
+from megatrain.model.anatomy_of import Parts
+from megatrain.model.rehearsal import LONG, SHORT, Rehearsals, bytes_per_token
 from megatrain.model.skeleton import LayerList
 from megatrain.model.stubs import Recorder
-from megatrain.model.trial import Trial
+from megatrain.model.trial import Trial, rehearsing_again
 from megatrain.model.unread import outputs_are_read_now
 
 _OPERATORS = ("mul", "add", "sub", "truediv", "pow", "neg", "rmul", "radd", "rsub")
@@ -156,17 +155,12 @@ def find_tiling(
         None if (name := names[kind]) is None else layer.get_submodule(name)
         for layer, kind in zip(found.layers, kinds, strict=True)
     )
-    sites = Sites(parts.outer_sites)
-    sites.put({name: hollow(tensor) for name, tensor in parts.outer.items()})
+    indices = list(firsts.values())
     try:
-        rest = _rehearse(
-            modules, indices=list(firsts.values()), found=found, parts=parts, recorder=recorder, trial=trial
-        )
+        with rehearsing_again(trial, parts=parts):
+            rest = _rehearse(modules, indices=indices, found=found, parts=parts, recorder=recorder, trial=trial)
     except (RuntimeError, TypeError, ValueError, AttributeError, LookupError):
         return None  # somebody else's code without a part of it; nothing is lost but the tiles
-    finally:
-        sites.clear()
-        trial.tap.take()
     elems = max(sum(p.numel() for p in module.parameters()) for module in modules if module is not None)
     alone = trial.saved_bytes_per_token - rest
     return Tiling(modules, rest, alone, elems) if alone > 0 else None
@@ -197,10 +191,8 @@ def _rehearse(
     """Bytes that autograd keeps of a token, of the hungriest layer without its MLP. Layers hand nothing on."""
     kept: list[list[int]] = []
     for length in (SHORT, LONG):
-        ids = torch.zeros(1, length, dtype=torch.int64)
-        with torch.enable_grad():
-            calls = recorder.record(partial(trial.base, input_ids=ids, **trial.flags))
-        rehearsals = Rehearsals(calls, shared=trial.shared)
+        base = partial(trial.base, **trial.flags)
+        rehearsals = Rehearsals.of_row(recorder, base, length=length, shared=trial.shared)
         kept.append([])
         for i in indices:
             layer, part, module = found.layers[i], parts.layers[i], modules[i]
@@ -211,8 +203,7 @@ def _rehearse(
             finally:
                 if module is not None:
                     del module.forward
-    short, long = kept
-    return max(-(-(b - a) // (LONG - SHORT)) for a, b in zip(short, long, strict=True))
+    return max(map(bytes_per_token, *kept))
 
 
 def _keep(module: nn.Module, hidden: Tensor) -> Tensor:

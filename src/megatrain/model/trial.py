@@ -7,6 +7,7 @@ parameters the stem and the tail read, whether the layers form one chain; or ref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from megatrain.model.attention import AttentionCall, watch_attention
 from megatrain.model.aux import RouterLoss, RouterTap, learn_router_loss, router_rules
 from megatrain.model.foreign import models_may_fail
 from megatrain.model.graphs import depends_on, reached
-from megatrain.model.rehearsal import LONG, SHORT, NoProducts, Rehearsal, Rehearsals, form_of
+from megatrain.model.rehearsal import LONG, SHORT, NoProducts, Rehearsal, Rehearsals, bytes_per_token, form_of
 from megatrain.model.sites import Sites
 from megatrain.model.skeleton import LayerList
 from megatrain.model.stubs import RETURN_FORMS, LayerCall, NotLayerwise, Recorder, refuse_opaque, shared_mappings
@@ -114,7 +115,19 @@ def run_trial(model: Any, *, found: LayerList, parts: Parts, recorder: Recorder,
 
 def _most_per_token(short: Sequence[int], long: Sequence[int]) -> int:
     """Bytes that a token adds in the layer where it adds most."""
-    return max(-(-(b - a) // (LONG - SHORT)) for a, b in zip(short, long, strict=True))
+    return max(map(bytes_per_token, short, long))
+
+
+@contextmanager
+def rehearsing_again(trial: Trial, *, parts: Parts) -> Iterator[None]:
+    """Outer tensors that take no memory are bound; afterwards nothing is, and the routers' logits are forgotten."""
+    sites = Sites(parts.outer_sites)
+    sites.put({name: hollow(tensor) for name, tensor in parts.outer.items()})
+    try:
+        yield
+    finally:
+        sites.clear()
+        trial.tap.take()
 
 
 def _find_return_form(recorder: Recorder, stem: Callable[[], list[LayerCall]]) -> list[LayerCall]:
@@ -201,14 +214,11 @@ def _rehearse(
 
     Where layers hand state on, each is rehearsed: the next one needs what it leaves.
     """
-    ids = torch.zeros(1, length, dtype=torch.int64)
-    with torch.enable_grad():
-        calls = recorder.record(lambda: base(input_ids=ids))
-    rehearsals = Rehearsals(calls, shared=shared)
+    rehearsals = Rehearsals.of_row(recorder, base, length=length, shared=shared)
     known: dict[object, Rehearsal] = {}
     shown = []
     for i, (layer, part) in enumerate(zip(found.layers, parts.layers, strict=True)):
-        form = i if shared else (kinds[i], form_of(calls[i]))
+        form = i if shared else (kinds[i], form_of(rehearsals.calls[i]))
         if form not in known:
             known[form] = rehearsals.run(i, layer=layer, parts=part)
         shown.append(known[form])
