@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
-from whole import curve, session, state, train, weights, whole_recipe, write_rows
+from whole import assert_resumed_as_undisturbed, curve, session, train, weights, whole_recipe, write_rows
 
 from megatrain.plan import cutting, memory
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.job import Job
 from megatrain.recipe import Recipe, resolve_asset
-from megatrain.report.events import StepReport
 from megatrain.stream.device import CpuDevice
 from megatrain.train.manifest import read_manifest
-from megatrain.train.signals import Interrupted, StopFlag
 
 GROUPS = 2
 KEYS = ("step", "loss", "aux_loss", "grad_norm")
@@ -88,19 +85,7 @@ def test_losses_and_weights_are_those_of_whole_layers(
 
 
 def test_interrupted_and_resumed_is_bit_equal(tmp_path: Path, mixture: Path, in_groups: None) -> None:
-    train(recipe_of(tmp_path / "undisturbed", mixture))
-
-    def stop_after_second(event: Any, stop: StopFlag) -> None:
-        if isinstance(event, StepReport) and event.step == 2:
-            stop.request(signal.SIGTERM)
-
-    recipe = recipe_of(tmp_path / "parts", mixture)
-    with pytest.raises(Interrupted):
-        train(recipe, on_event=stop_after_second)
-    train(recipe, resume="auto")
-    assert curve(tmp_path / "parts", *KEYS) == curve(tmp_path / "undisturbed", *KEYS)
-    assert weights(tmp_path / "parts") == weights(tmp_path / "undisturbed")
-    assert state(tmp_path / "parts") == state(tmp_path / "undisturbed")
+    assert_resumed_as_undisturbed(lambda folder: recipe_of(folder, mixture), tmp_path, keys=KEYS)
 
 
 SLOW = [pytest.param(what, marks=pytest.mark.slow) for what in ("route(", "mix(", "reroute(")]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from whole import curve, state, train, weights, whole_recipe, write_rows
+from whole import assert_resumed_as_undisturbed, curve, train, whole_recipe, write_rows
 
 from megatrain.plan import cutting, memory
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.job import Job
 from megatrain.recipe import Recipe
-from megatrain.report.events import StepReport
 from megatrain.train.manifest import read_manifest
-from megatrain.train.signals import Interrupted, StopFlag
 
 TILE = 16
 KEYS = ("step", "loss", "grad_norm")
@@ -61,16 +57,4 @@ def test_losses_and_weights_are_those_of_whole_layers(tmp_path: Path, request: p
 
 
 def test_interrupted_and_resumed_is_bit_equal(tmp_path: Path, in_tiles: None) -> None:
-    train(recipe_of(tmp_path / "undisturbed"))
-
-    def stop_after_second(event: Any, stop: StopFlag) -> None:
-        if isinstance(event, StepReport) and event.step == 2:
-            stop.request(signal.SIGTERM)
-
-    recipe = recipe_of(tmp_path / "parts")
-    with pytest.raises(Interrupted):
-        train(recipe, on_event=stop_after_second)
-    train(recipe, resume="auto")
-    assert curve(tmp_path / "parts", *KEYS) == curve(tmp_path / "undisturbed", *KEYS)
-    assert weights(tmp_path / "parts") == weights(tmp_path / "undisturbed")
-    assert state(tmp_path / "parts") == state(tmp_path / "undisturbed")
+    assert_resumed_as_undisturbed(recipe_of, tmp_path, keys=KEYS)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 from fakes import RecordingConsole
 
 from megatrain.recipe import Recipe, recipe_from_dict
 from megatrain.report.console import Console
-from megatrain.report.events import RunReport
+from megatrain.report.events import RunReport, StepReport
 from megatrain.report.metrics import read_metrics
 from megatrain.train.session import Session
-from megatrain.train.signals import StopFlag
+from megatrain.train.signals import Interrupted, StopFlag
 
 WORDS = ("abacus", "bait", "cabbage", "dawn", "ear", "fault", "gallows", "habit", "idiot", "jealous", "king", "labor")
 
@@ -60,6 +62,24 @@ def session(
 
 def train(recipe: Recipe, **options: Any) -> RunReport:
     return session(recipe, **options).run()
+
+
+def assert_resumed_as_undisturbed(recipe_of: Callable[[Path], Recipe], folder: Path, *, keys: Sequence[str]) -> None:
+    """A run that is interrupted at its second step and resumed ends as one that was not, in every bit."""
+    whole, parts = folder / "undisturbed", folder / "parts"
+    train(recipe_of(whole))
+
+    def stop_after_second(event: Any, stop: StopFlag) -> None:
+        if isinstance(event, StepReport) and event.step == 2:
+            stop.request(signal.SIGTERM)
+
+    recipe = recipe_of(parts)
+    with pytest.raises(Interrupted):
+        train(recipe, on_event=stop_after_second)
+    train(recipe, resume="auto")
+    assert curve(parts, *keys) == curve(whole, *keys)
+    assert weights(parts) == weights(whole)
+    assert state(parts) == state(whole)
 
 
 def weights(folder: Path) -> bytes:
