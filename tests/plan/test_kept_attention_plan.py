@@ -93,6 +93,13 @@ def test_only_layers_that_see_whole_documents_count() -> None:
     few = attempt(job(replace(SHAPE, attention_layers=5), batch=4, seq=16_384, vram=32 * GIB, limits=ROOMY))
     all_ = attempt(job(SHAPE, batch=4, seq=16_384, vram=32 * GIB, limits=ROOMY))
     assert 28 * few.host["attention outputs"] == 5 * all_.host["attention outputs"]
+    rates = assumed_rates("NVIDIA H200", cores=14)
+    none = estimate(replace(SHAPE, attention_layers=0), plan=all_, rates=rates, tokens=65_536).link_out_s
+    some, every = (
+        estimate(replace(SHAPE, attention_layers=count), plan=all_, rates=rates, tokens=65_536).link_out_s
+        for count in (5, 28)
+    )
+    assert 28 * (some - none) == pytest.approx(5 * (every - none))
 
 
 def test_a_run_that_goes_on_stays_as_it_was() -> None:

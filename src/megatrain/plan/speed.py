@@ -237,8 +237,9 @@ def _links(sizes: ModelSizes, *, plan: MemoryPlan, resident: int) -> tuple[_Link
     if experts is not None:
         there = sum(u.streamed_bytes for u in experts.layers[left:])
         again = sum(u.streamed_bytes for u in layers) - there - min(GROUP_PLACES, experts.count) * experts.group_bytes
-    each = (plan.input_bytes if plan.load_buffers else 0) + (plan.attention_bytes if plan.attention_buffers else 0)
-    waiting = len(sizes.layers) * plan.micro_batches * each
+    inputs = len(sizes.layers) * plan.input_bytes if plan.load_buffers else 0
+    attention = sizes.attention_layers * plan.attention_bytes if plan.attention_buffers else 0
+    waiting = plan.micro_batches * (inputs + attention)
     ends, head = sliced_ends(plan, sizes=sizes), 0
     into, out = sum(u.streamed_bytes for u in units), sum(u.param_bytes for u in units)
     if ends is not None:  # the embedding comes and goes as rows; a tied head goes home whole beside them
