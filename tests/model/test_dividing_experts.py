@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+import megatrain.model.experts
 from megatrain.model.anatomy_of import parts_of
 from megatrain.model.experts import ExpertCall, ExpertGroups, Experts, NotGroupable, find_all
 from megatrain.model.layout import FlatLayout, TensorSpec
@@ -152,6 +154,21 @@ def test_refusals() -> None:
     model, found = mixtral(num_local_experts=3)
     with pytest.raises(NotGroupable, match="MixtralExperts has no more than 3 experts"):
         find_all(found.layers, parts=parts_of(model, found=found).layers)
+
+
+@pytest.mark.parametrize("release", ["5.10.4", "5.16.0", "5.17.0", "5.20.0.dev0"])
+def test_biases_need_a_release_that_keeps_other_tokens_out_of_them(
+    release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = mixtral()
+    for layer in found.layers:
+        layer.mlp.experts.has_bias = True
+    monkeypatch.setattr(megatrain.model.experts, "transformers", SimpleNamespace(__version__=release))
+    if release in ("5.10.4", "5.16.0"):
+        with pytest.raises(NotGroupable, match=f"MixtralExperts has biases: transformers {release} is too old, 5.17"):
+            find_all(found.layers, parts=parts_of(model, found=found).layers)
+    else:
+        assert None not in find_all(found.layers, parts=parts_of(model, found=found).layers)
 
 
 def test_experts_that_nobody_runs_are_no_result() -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from megatrain.errors import ModelError
@@ -63,6 +64,16 @@ class ExpertCall:
             del self._module.forward
 
 
+FUSED = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""What transformers sets on a module of fused experts, from release 5.10 on."""
+
+SWITCH = "_is_expert_parallel"
+"""Whether a module may be given choices of experts that it does not hold. Before 5.18 it always may: no switch."""
+
+CLEAN_BIASES = (5, 17)
+"""The release from which rows of other experts' tokens are zero; what they held before got into gradients of biases."""
+
+
 @dataclass(frozen=True)
 class Experts:
     """The experts of one layer."""
@@ -85,18 +96,20 @@ class Experts:
         mine = torch.where(inside, chosen - span.start, span.stop - span.start)
         share = torch.where(inside, weights, torch.zeros_like(weights))
         self.sites.put(tensors)
-        module.num_experts, module._is_expert_parallel = span.stop - span.start, True
+        before = {key: getattr(module, key) for key in ("num_experts", SWITCH) if hasattr(module, key)}
+        vars(module).update({"num_experts": span.stop - span.start, SWITCH: True})
         try:
             out: Tensor = type(module).forward(module, hidden, mine, share)
         finally:
             self.sites.clear()
-            module.num_experts, module._is_expert_parallel = self.count, False
+            vars(module).pop(SWITCH)
+            vars(module).update(before)
         return out
 
 
 def find_experts(layer: nn.Module, *, parts: LayerParts) -> Experts | None:
     """The fused experts of `layer`; None if it has none. Raises NotGroupable for others."""
-    found = [(path, module) for path, module in layer.named_modules() if hasattr(module, "_is_expert_parallel")]
+    found = [(path, module) for path, module in layer.named_modules() if all(hasattr(module, key) for key in FUSED)]
     if not found:
         _refuse_unknown(layer)
         return None
@@ -113,10 +126,17 @@ def find_experts(layer: nn.Module, *, parts: LayerParts) -> Experts | None:
         raise NotGroupable(f"{kind} shares parameters with other layers")
     if any(parts.tensors[name].shape[:1] != (count,) for name in names) or list(module.buffers()):
         raise NotGroupable(f"{kind} holds tensors that are not divided by expert")
+    if module.has_bias and _release() < CLEAN_BIASES:
+        first = ".".join(map(str, CLEAN_BIASES))
+        raise NotGroupable(f"{kind} has biases: transformers {transformers.__version__} is too old, {first} is needed")
     way = getattr(getattr(module, "config", None), "_experts_implementation", None)
     if way != "grouped_mm":
         raise NotGroupable(f"{kind} runs as {way!r}, which not everywhere knows choices of other experts")
     return Experts(module, names, parts.sites.only(names), count, ExpertCall(module))
+
+
+def _release() -> tuple[int, ...]:
+    return tuple(int(number) for number in transformers.__version__.split(".")[:2])
 
 
 def _refuse_unknown(layer: nn.Module) -> None:
