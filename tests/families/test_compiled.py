@@ -38,3 +38,29 @@ def test_compiled_layers(variant: str, attention: str, overrides: dict[str, Any]
     streamed.step(batches)
     assert counters["stats"]["unique_graphs"] == graphs  # per kind one without and one with gradients
     assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variant", "attention", "experts", "graphs"),
+    [
+        ("mixtral", "sdpa", 8, 2),
+        ("gpt_oss", "eager", 8, 2),  # two kinds of layers with experts of one kind
+        ("qwen3_moe", "sdpa", 8, 4),  # Hugging Face's code differs between its kinds
+        ("mixtral", "sdpa", 5, 4),
+        ("qwen3_moe", "sdpa", 5, 6),
+    ],
+)
+def test_compiled_groups_of_experts(variant: str, attention: str, experts: int, graphs: int) -> None:
+    """Their layers are not compiled. A graph without and one with gradients; five experts make groups of two sizes."""
+    torch._dynamo.reset()
+    counters.clear()
+    config = config_of(variant, **{"num_experts" if variant == "qwen3_moe" else "num_local_experts": experts})
+    model = reference_model(config, attention=attention)
+    streamed = Streamed(model, config=config, attention=attention, groups=2, compile=True)
+    batches = make_batches(2, packed=False)
+    theirs = run_reference(model, batches)
+    assert max(differences(streamed.step(batches), theirs).values(), default=0.0) < 1e-5
+    streamed.step(batches)
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]

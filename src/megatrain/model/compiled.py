@@ -6,7 +6,7 @@ inside), so every layer of a kind and every slot share its graphs. Compiled resu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from megatrain.model.aux import RouterTap
+from megatrain.model.experts import Experts, Run, chosen_of
 from megatrain.model.kept_attention import begin_exchange
 
 LayerFunction = Callable[
@@ -40,9 +41,7 @@ def compile_kinds(
     Raises the limit of recompilations, which all kinds share, and makes reaching it an error: past it PyTorch
     would run the layers eagerly without a word.
     """
-    torch._dynamo.config.recompile_limit = _GRAPHS_PER_KIND * (max(kinds) + 1)
-    torch._dynamo.config.accumulated_recompile_limit = 8 * _GRAPHS_PER_KIND * (max(kinds) + 1)
-    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    _limit_graphs(kinds)
     functions: dict[int, LayerFunction] = {}
     found: list[LayerFunction | None] = []
     for layer, kind, own, skip in zip(layers, kinds, names, eager, strict=True):
@@ -53,6 +52,42 @@ def compile_kinds(
             functions[kind] = _compiled(layer, names=own, tap=tap)
         found.append(functions[kind])
     return tuple(found)
+
+
+def compile_experts(experts: Sequence[Experts | None], *, kinds: Sequence[int]) -> tuple[Run | None, ...]:
+    """Per layer what runs a group of its experts, one compiled function per kind of layer; None where it has none."""
+    _limit_graphs(kinds)
+    runs: dict[int, Run] = {}
+    for one, kind in zip(experts, kinds, strict=True):
+        if one is not None and kind not in runs:
+            runs[kind] = _compiled_experts(one)
+    return tuple(None if one is None else runs[kind] for one, kind in zip(experts, kinds, strict=True))
+
+
+def _limit_graphs(kinds: Sequence[int]) -> None:
+    torch._dynamo.config.recompile_limit = _GRAPHS_PER_KIND * (max(kinds) + 1)
+    torch._dynamo.config.accumulated_recompile_limit = 8 * _GRAPHS_PER_KIND * (max(kinds) + 1)
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+
+
+def _compiled_experts(experts: Experts) -> Run:
+    """Whose experts these are does not matter: the weights are inputs, and every layer of the kind has these names."""
+    own = tuple(name.rpartition(".")[2] for name in experts.names)
+
+    def run(weights: tuple[Tensor, ...], hidden: Tensor, chosen: Tensor, shares: Tensor) -> Any:
+        return functional_call(experts.module, dict(zip(own, weights, strict=True)), (hidden, chosen, shares))
+
+    compiled = torch.compile(run)
+
+    def run_group(
+        tensors: Mapping[str, Tensor], span: slice, hidden: Tensor, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        mine, share = chosen_of(span, chosen, weights)
+        with experts.being(span.stop - span.start):
+            out: Tensor = compiled(tuple(tensors[name] for name in experts.names), hidden, mine, share)
+        return out
+
+    return run_group
 
 
 def _compiled(layer: nn.Module, *, names: tuple[str, ...], tap: RouterTap) -> LayerFunction:

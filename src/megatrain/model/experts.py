@@ -28,6 +28,9 @@ from megatrain.model.sites import Sites
 Answer = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From hidden states [T, D], choices [T, K] and their weights [T, K] to [T, D]."""
 
+Run = Callable[[Mapping[str, Tensor], slice, Tensor, Tensor, Tensor], Tensor]
+"""`Experts.run`."""
+
 
 FEWEST = 2
 """Experts of a group. Hugging Face counts the tokens of each by `histc` from expert 0 to the last: where both are one
@@ -91,20 +94,35 @@ class Experts:
 
         tensors: those experts' rows of every parameter. Other inputs as Hugging Face's router gives them.
         """
-        module: Any = self.module
-        inside = (chosen >= span.start) & (chosen < span.stop)
-        mine = torch.where(inside, chosen - span.start, span.stop - span.start)
-        share = torch.where(inside, weights, torch.zeros_like(weights))
+        mine, share = chosen_of(span, chosen, weights)
         self.sites.put(tensors)
-        before = {key: getattr(module, key) for key in ("num_experts", SWITCH) if hasattr(module, key)}
-        vars(module).update({"num_experts": span.stop - span.start, SWITCH: True})
         try:
-            out: Tensor = type(module).forward(module, hidden, mine, share)
+            with self.being(span.stop - span.start):
+                out: Tensor = type(self.module).forward(self.module, hidden, mine, share)
         finally:
             self.sites.clear()
-            vars(module).pop(SWITCH)
-            vars(module).update(before)
         return out
+
+    @contextmanager
+    def being(self, count: int) -> Iterator[None]:
+        """Within it the module takes itself for so many of all experts, and is given choices of others."""
+        state = vars(self.module)
+        before = {key: state[key] for key in ("num_experts", SWITCH) if key in state}
+        # before 5.18 there is no such switch: choices of other experts are always reckoned with
+        state.update({"num_experts": count, SWITCH: True})
+        try:
+            yield
+        finally:
+            for key in ("num_experts", SWITCH):
+                state.pop(key)
+            state.update(before)
+
+
+def chosen_of(span: slice, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Choices counted from the first expert of `span`, those of others one past its last, with a weight of 0."""
+    inside = (chosen >= span.start) & (chosen < span.stop)
+    mine = torch.where(inside, chosen - span.start, span.stop - span.start)
+    return mine, torch.where(inside, weights, torch.zeros_like(weights))
 
 
 def find_experts(layer: nn.Module, *, parts: LayerParts) -> Experts | None:
@@ -155,9 +173,10 @@ class ExpertGroups:
     rest: FlatLayout  # of the layer without its experts
     spans: tuple[slice, ...]  # the experts of each group
     layouts: tuple[FlatLayout, ...]  # of each group's parameters
+    run: Run  # experts.run, or the same compiled
 
     @classmethod
-    def of(cls, experts: Experts, *, layout: FlatLayout, count: int) -> ExpertGroups:
+    def of(cls, experts: Experts, *, layout: FlatLayout, count: int, run: Run | None = None) -> ExpertGroups:
         """So many groups of the experts in a layer that has `layout`, but none of a single expert."""
         spans = spans_of(experts.count, groups=count)
         entries = [entry for entry in layout.params if entry.name in experts.names]
@@ -165,7 +184,7 @@ class ExpertGroups:
             FlatLayout.of(TensorSpec(e.name, (s.stop - s.start, *e.shape[1:]), e.dtype, True) for e in entries)
             for s in spans
         )
-        return cls(experts, layout.without(*experts.names), spans, layouts)
+        return cls(experts, layout.without(*experts.names), spans, layouts, run or experts.run)
 
 
 def spans_of(experts: int, *, groups: int) -> tuple[slice, ...]:

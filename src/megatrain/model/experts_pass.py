@@ -112,7 +112,7 @@ class ExpertPass(Pass):
         self._model.enter(self)
         groups, routed = self._groups(layer), self._routed(layer)
         with torch.no_grad():
-            given = groups.experts.run(tensors, groups.spans[group], routed.hidden, routed.chosen, routed.weights)
+            given = groups.run(tensors, groups.spans[group], routed.hidden, routed.chosen, routed.weights)
             routed.total = given.float() if routed.total is None else routed.total.add_(given)
 
     def forward(
@@ -170,7 +170,7 @@ class ExpertPass(Pass):
         hidden, weights = (t.detach().requires_grad_(True) for t in (routed.hidden, routed.weights))
         own = {entry.name: tensors[entry.name].detach().requires_grad_(True) for entry in groups.layouts[group].params}
         with torch.enable_grad():
-            given = groups.experts.run(own, groups.spans[group], hidden, routed.chosen, weights)
+            given = groups.run(own, groups.spans[group], hidden, routed.chosen, weights)
         slope = routed.slope
         assert slope is not None
         of_hidden, of_weights, *found = torch.autograd.grad(given, [hidden, weights, *own.values()], slope)

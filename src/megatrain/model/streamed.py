@@ -28,7 +28,7 @@ from megatrain.model.attention import (
 from megatrain.model.aux import step_router_loss
 from megatrain.model.batch import MicroBatch
 from megatrain.model.blueprint import Blueprint
-from megatrain.model.compiled import LayerFunction, compile_kinds
+from megatrain.model.compiled import LayerFunction, compile_experts, compile_kinds
 from megatrain.model.experts import ExpertGroups, NotGroupable
 from megatrain.model.experts_pass import ExpertPass
 from megatrain.model.grouping import Grouping
@@ -187,9 +187,11 @@ class StreamedModel:
             return self.expert_groups
         if isinstance(self.grouping, NotGroupable):
             raise self.grouping
+        found = self.grouping.layers
+        runs = compile_experts(found, kinds=self.anatomy.kinds) if self.spec.compile else (None,) * len(found)
         self.expert_groups = tuple(
-            None if experts is None else ExpertGroups.of(experts, layout=unit.layout, count=count)
-            for experts, unit in zip(self.grouping.layers, layers, strict=True)
+            None if experts is None else ExpertGroups.of(experts, layout=unit.layout, count=count, run=run)
+            for experts, unit, run in zip(found, layers, runs, strict=True)
         )
         return self.expert_groups
 
