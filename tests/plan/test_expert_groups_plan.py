@@ -20,7 +20,7 @@ from megatrain.plan.explain import explain
 from megatrain.plan.job import Job
 from megatrain.plan.largest import scaled
 from megatrain.plan.memory import decide
-from megatrain.plan.rates import Rates
+from megatrain.plan.rates import Rates, assumed_rates
 from megatrain.plan.speed import estimate
 
 
@@ -187,3 +187,19 @@ def test_attention_that_waits_meanwhile_is_counted() -> None:
     one, two = (GroupedExperts(s, MIXTRAL.experts, 4).waiting_bytes(step_tokens=10, tokens=5) for s in (MIXTRAL, ours))  # type: ignore[arg-type]
     assert one == 10 * (4096 * (2 + 4) + 2 * 16) + 5 * 4096 * 2
     assert two == one + 10 * 8192
+
+
+@pytest.mark.parametrize(("vram", "groups", "step_s"), [(10, 4, 6.171), (24, 0, 3.455)])
+def test_four_layers_of_mixtral_take_as_long_as_on_an_h200(vram: int, groups: int, step_s: float) -> None:
+    """64k tokens, sequences of 1,024 (benchmarks/h200.md), with the rates of those runs."""
+    four = mixture(hidden=4096, wide=14336, experts=8, chosen=2, rest=41_984_000, layers=4, vocab=32_000)
+    asleep = 4 * (8 - 2) * 3 * 14336 * 4096
+    four = replace(four, params_active=four.params_total - asleep)
+    plan = attempt(job(four, batch=64, seq=1024, vram=vram * GIB, stem_shared=False, limits=limits(128 * GIB)))
+    assert plan.expert_groups == groups
+    rates = replace(
+        assumed_rates("NVIDIA H200", cores=14), host_bytes=141e9, link_in_bytes=44.3e9, link_duplex_bytes=41.2e9
+    )
+    found = estimate(four, plan=plan, rates=rates, tokens=65_536)
+    assert found.step_s == pytest.approx(step_s, rel=0.125)
+    assert found.light_s < step_s

@@ -75,6 +75,7 @@ def speed(sizes: ModelSizes, plan: Cut, *, moment_bytes: int = 4, rates: object 
         (B7, cut(B7, rows=11, parts=6, on_host=True), 5.963, 1.456, "compute"),
         (B7, cut(B7, rows=16, parts=4, on_host=True), 6.065, 1.552, "compute"),
         (B7, cut(B7, rows=16, parts=1), 2.686, 1.510, "optimizer"),
+        (B7, replace(cut(B7, rows=16, parts=4, on_host=True), resident=2), 5.715, 1.237, "compute"),
         (B3, cut(B3, rows=16, parts=1), 1.318, 0.754, "optimizer"),
     ],
 )

@@ -71,11 +71,17 @@ class GroupedExperts:
 
     @property
     def divided(self) -> int:
-        """Layers that have experts."""
-        pairs = zip(self.sizes.layers, self.known.rest, strict=True)
-        return sum(whole.elems > rest.elems for whole, rest in pairs)
+        return layers_with_experts(self.sizes, known=self.known)
 
     @property
     def active_params(self) -> int:
-        """Of experts, those that a token multiplies with, in all layers."""
-        return self.divided * self.known.chosen * sum(self.known.elems)
+        return active_params(self.sizes, known=self.known)
+
+
+def layers_with_experts(sizes: ModelSizes, *, known: ExpertSizes) -> int:
+    return sum(whole.elems > rest.elems for whole, rest in zip(sizes.layers, known.rest, strict=True))
+
+
+def active_params(sizes: ModelSizes, *, known: ExpertSizes) -> int:
+    """Of experts, those that a token multiplies with, in all layers."""
+    return layers_with_experts(sizes, known=known) * known.chosen * sum(known.elems)

@@ -7,6 +7,7 @@ compute    6 FLOP per multiplied parameter and token, plus causal attention (2 T
            nothing), plus what element-wise kernels and gradient sums move through the device's own memory
 link       in: every streamed unit once, layers a second time for the backward unless they are still in a slot;
            out: one gradient per streamed unit. Activations that wait on the host go out and come back in
+experts    their products are as slow as they are small: an expert multiplies few rows of a micro-batch
 groups     where experts come in groups, the rest of a layer runs once more in the forward and in the backward, and the
            element-wise kernels of experts pass over all choices of all tokens for every group
 optimizer  AdamW's bytes over what the host's memory moves. Resident units are updated on the device instead
@@ -27,7 +28,7 @@ from typing import Any
 from megatrain.model.sizes_types import ModelSizes, UnitSizes
 from megatrain.plan.accounting import MemoryPlan, grouped_experts, sliced_ends
 from megatrain.plan.attention import head_params, layer_params
-from megatrain.plan.experts import GROUP_PLACES
+from megatrain.plan.experts import GROUP_PLACES, active_params
 from megatrain.plan.rates import Rates
 from megatrain.plan.slices import HEAD_PLACES
 
@@ -41,6 +42,10 @@ SUM_BYTES = 10
 """Per parameter and micro-batch: the gradient is read (2), its fp32 sum read and written (8)."""
 LOGIT_BYTES = 10
 """Per logit: written, read for the loss, turned into its gradient, read twice by the products."""
+
+EXPERT_ROWS = 1500
+"""Rows of an expert in a micro-batch with which its products come at half the rate of a dense layer's. From two runs of
+Mixtral layers on an H200 (benchmarks/h200.md): 1,280 rows, whole layers; 512 rows, groups."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,7 @@ class _Work:
         attention = 2.0 * tokens * plan.seq_len * sizes.hidden_numel_per_token * layers
         self._attention_s = attention / rates.attention_flops
         self._traffic_s = sizes.saved_bytes_per_token * tokens * layers / rates.device_bytes
+        self._waits_s = self._expert_waits_s()
         self._rest_products_s = self._rest_s = self._passes_s = 0.0  # with groups: what is run again, up to the experts
         experts = grouped_experts(plan, sizes=sizes)
         if experts is not None:
@@ -174,18 +180,28 @@ class _Work:
             again = (experts.count - 1) * experts.divided * experts.known.expert_bytes_per_token * tokens
             self._passes_s = again / rates.device_bytes
 
+    def _expert_waits_s(self) -> float:
+        """By how much one forward's products of experts are slower than a dense layer's."""
+        known = self._sizes.experts
+        if known is None:
+            return 0.0
+        rows = self._plan.micro_batch * self._plan.seq_len * known.chosen / known.count
+        products_s = 2.0 * active_params(self._sizes, known=known) * self._tokens / self._rates.matmul_flops
+        return products_s * EXPERT_ROWS / rows
+
     def forward_s(self) -> float:
         own = self._products_s + self._attention_s + FORWARD_TRAFFIC * self._traffic_s
-        return own + self._rest_s + FORWARD_TRAFFIC * self._passes_s
+        return own + self._waits_s + self._rest_s + FORWARD_TRAFFIC * self._passes_s
 
     def recompute_s(self) -> float:
         attention_s = 0.0 if self._plan.attention else self._attention_s
-        own = RECOMPUTE_SHARE * self._products_s + attention_s + FORWARD_TRAFFIC * self._traffic_s
+        products = RECOMPUTE_SHARE * (self._products_s + self._waits_s)
+        own = products + attention_s + FORWARD_TRAFFIC * self._traffic_s
         return self._repeated() * own + self._rest_s + FORWARD_TRAFFIC * self._passes_s
 
     def backward_s(self) -> float:
         traffic = BACKWARD_TRAFFIC * (self._traffic_s + self._passes_s)
-        own = 2 * self._products_s + ATTENTION_BACKWARD * self._attention_s + traffic
+        own = 2 * (self._products_s + self._waits_s) + ATTENTION_BACKWARD * self._attention_s + traffic
         sums = SUM_BYTES * sum(u.elems for u in self._sizes.layers) * self._plan.micro_batches
         return self.recompute_s() + own + sums / self._rates.device_bytes
 
