@@ -17,6 +17,7 @@ from megatrain.recipe import known_model, load_recipe, shipped_recipes
 from megatrain.recipe.assets import known_models
 from megatrain.train.model_config import read_config
 from megatrain.train.structure import read_structure
+from megatrain.train.ways import Ways
 
 MILLIONS = {  # as the models' cards say
     "meta-llama/Llama-3.1-8B-Instruct": 8_030,
@@ -67,7 +68,7 @@ def test_a_shipped_recipe_is_estimated_without_the_hub_and_says_by_which_config(
 def test_it_stands_for_no_other_revision() -> None:
     recipe = load_recipe("smollm2-135m", overrides=["model.revision=v0"])
     with pytest.raises(ModelError, match="the hub cannot be reached"):
-        read_structure(recipe, on_cuda=False)
+        read_structure(recipe, ways=Ways.of(recipe, on_cuda=False))
 
 
 @pytest.mark.usefixtures("nothing_cached")
@@ -86,6 +87,7 @@ def test_what_is_here_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path_fact
     monkeypatch.setattr(
         huggingface_hub, "try_to_load_from_cache", lambda *names, **options: str(folder / "config.json")
     )
-    found = read_structure(load_recipe("smollm2-135m", overrides=[]), on_cuda=False)
+    recipe = load_recipe("smollm2-135m", overrides=[])
+    found = read_structure(recipe, ways=Ways.of(recipe, on_cuda=False))
     assert len(found.facts.sizes.layers) == 3
     assert found.assumed is None

@@ -94,6 +94,12 @@ def test_a_narrow_or_old_slot_is_named() -> None:
     assert "a PCIe generation 3 link: 12.0 GB/s" in said(old, gpu=third)
 
 
+def test_a_gpu_from_before_bf16_is_among_the_findings() -> None:
+    old = replace(CARD, name="Tesla T4", capability=(7, 5))
+    lines = findings(HEALTHY, facts=CALM, gpu=old, page_lock=None)
+    assert [line for line in lines if line.startswith("Tesla T4 has compute capability 7.5, and bf16 begins with 8.0")]
+
+
 def test_wsl2_is_among_the_findings() -> None:
     lines = findings(HEALTHY, facts=CALM, gpu=CARD, page_lock=Limit(16 << 30, "WSL2 page-locks half of its memory"))
     assert lines == ("WSL2 page-locks half of its memory: 16.0 GiB",)
@@ -223,6 +229,10 @@ class FakeNvml:
         number._obj.value = 4
         return 0
 
+    def nvmlDeviceGetCudaComputeCapability(self, handle: ctypes.c_void_p, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = 7, 5
+        return 0
+
     nvmlDeviceGetCurrPcieLinkGeneration = nvmlDeviceGetMaxPcieLinkGeneration = _four
     nvmlDeviceGetCurrPcieLinkWidth = nvmlDeviceGetMaxPcieLinkWidth = _four
 
@@ -254,6 +264,7 @@ def test_gpus_are_counted_as_cuda_counts_them(
     if found is not None:
         assert found.total_bytes == int(found.name.removeprefix("Fake ")) << 30
         assert (found.free_bytes, found.driver, found.link_width_max) == (1 << 29, "580.1", 4)
+        assert found.capability == (7, 5)
 
 
 def test_no_driver_or_a_broken_one_is_no_gpu() -> None:

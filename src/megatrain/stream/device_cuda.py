@@ -45,6 +45,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device)
 
 
+def device_capability(device: torch.device) -> tuple[int, int]:
+    """CUDA's compute capability: (9, 0) is a Hopper."""
+    return torch.cuda.get_device_capability(device)
+
+
 def open_cuda(index: int) -> torch.device:
     """The CUDA device `index` with its context created. Raises DeviceError if there is none that works."""
     # Blocks of changing sizes (micro-batches of unequal length) fragment fixed segments; read at the first allocation.
@@ -102,7 +107,7 @@ class CudaDevice:
             StreamName.FETCH: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
             StreamName.SEND: torch.cuda.Stream(device),  # type: ignore[no-untyped-call]
         }
-        hopper = torch.cuda.get_device_capability(device)[0] >= 9
+        hopper = device_capability(device) >= (9, 0)
         self._cudnn_attention = hopper and not torch.are_deterministic_algorithms_enabled()
         free, taken = vram_free_bytes(device)
         self.context_bytes = taken if free_before_bytes is None else min(taken, max(0, free_before_bytes - free))

@@ -128,7 +128,7 @@ class Estimate:
 def estimate_memory(recipe: Recipe, *, described: Described, largest: bool) -> Estimate:
     """Raises ModelError for a model that cannot be had or cannot run exactly."""
     machine = find_machine(recipe, described)
-    structure = read_structure(recipe, on_cuda=machine.on_cuda)
+    structure = read_structure(recipe, ways=machine.ways)
     sizes, facts = structure.facts.sizes, structure.facts
     job = Job(
         sizes,
@@ -141,7 +141,7 @@ def estimate_memory(recipe: Recipe, *, described: Described, largest: bool) -> E
         dense_masks=facts.dense_masks,
         moment_bytes=MOMENT_BYTES[recipe.optimizer.state],
         can_reside=machine.on_cuda,
-        compiled=machine.on_cuda and recipe.memory.compile == "auto",
+        compiled=machine.ways.compiled,
     )
     plan = attempt(job)
     tokens = job.batch_size * job.seq_len

@@ -11,6 +11,7 @@ from megatrain.optim.threads import usable_cores
 from megatrain.plan.hardware import Limit
 from megatrain.train.examination import UPDATE_BYTES, Examination
 from megatrain.train.gpus import GpuFacts
+from megatrain.train.ways import words_for_old
 
 LANE_BYTES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}
 """PCIe per lane and direction, by generation, as the standard has it."""
@@ -53,7 +54,14 @@ def read_facts(*, root: Path = Path("/"), environ: dict[str, str] | None = None)
 
 def findings(found: Examination, *, facts: Facts, gpu: GpuFacts | None, page_lock: Limit | None) -> tuple[str, ...]:
     """Sentences, the gravest first; none where nothing is wrong."""
-    return (*_kernel(found), *_locking(found, page_lock=page_lock), *_link(found, gpu=gpu), *_host(found, facts=facts))
+    old = None if gpu is None else words_for_old(name=gpu.name, capability=gpu.capability)
+    return (
+        *(() if old is None else (old,)),
+        *_kernel(found),
+        *_locking(found, page_lock=page_lock),
+        *_link(found, gpu=gpu),
+        *_host(found, facts=facts),
+    )
 
 
 def _kernel(found: Examination) -> Iterator[str]:

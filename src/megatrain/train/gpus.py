@@ -25,6 +25,7 @@ class GpuFacts:
     link_generation_max: int
     link_width: int
     link_width_max: int
+    capability: tuple[int, int] | None = None  # CUDA's compute capability; None where the driver does not say
 
 
 class _Memory(ctypes.Structure):
@@ -64,6 +65,7 @@ def read_gpu(index: int, *, nvml: Callable[[], Any | None] = load_nvml) -> GpuFa
             link_generation_max=_number(library.nvmlDeviceGetMaxPcieLinkGeneration, handle),
             link_width=_number(library.nvmlDeviceGetCurrPcieLinkWidth, handle),
             link_width_max=_number(library.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            capability=_capability(library, handle),
         )
     finally:
         library.nvmlShutdown()
@@ -80,6 +82,12 @@ def _find(library: Any, index: int, handle: ctypes.c_void_p) -> bool:
     if chosen.isdigit():
         return bool(library.nvmlDeviceGetHandleByIndex_v2(int(chosen), ctypes.byref(handle)) == 0)
     return bool(library.nvmlDeviceGetHandleByUUID(chosen.encode(), ctypes.byref(handle)) == 0)
+
+
+def _capability(library: Any, handle: ctypes.c_void_p) -> tuple[int, int] | None:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    found = library.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) == 0
+    return (major.value, minor.value) if found else None
 
 
 def _number(function: Any, handle: ctypes.c_void_p) -> int:

@@ -15,6 +15,7 @@ from megatrain.plan.rates import Rates, assumed_rates
 from megatrain.recipe import Recipe
 from megatrain.train.examination import Examination, find_examination
 from megatrain.train.gpus import GpuFacts, read_gpu
+from megatrain.train.ways import Ways
 from megatrain.units import format_size
 
 ASSUMED_CORES = 16
@@ -46,6 +47,7 @@ class Machine:
     """What planning asks of it."""
 
     on_cuda: bool
+    ways: Ways
     limits: Limits
     rates: Rates
     disk_free_bytes: int  # on the volume of output.dir, here
@@ -59,7 +61,8 @@ def find_machine(recipe: Recipe, described: Described) -> Machine:
     on_cuda = recipe.memory.device != "cpu" and (described.vram is not None or here is not None)
     device = _device(described, here=here) if on_cuda else None
     host = _host(described)
-    compiled = on_cuda and recipe.memory.compile == "auto"
+    capability = None if described.vram is not None or here is None else here.capability
+    ways = Ways.of(recipe, on_cuda=on_cuda, capability=capability)
     stated = recipe.memory.threads
     threads = _threads(described, stated=stated if isinstance(stated, int) else None)
     examined = None if described.counted_cores else find_examination(here.name if on_cuda and here else None)
@@ -67,17 +70,21 @@ def find_machine(recipe: Recipe, described: Described) -> Machine:
         host=host,
         device=device,
         threads=threads,
-        libraries_bytes=libraries_bytes(on_cuda=on_cuda, compiled=compiled, process_bytes=host.process_bytes),
+        libraries_bytes=libraries_bytes(on_cuda=on_cuda, compiled=ways.compiled, process_bytes=host.process_bytes),
         page_lock=read_page_lock() if on_cuda and not described.elsewhere else None,
     )
     gpu = None if device is None else device.name
     return Machine(
         on_cuda=on_cuda,
+        ways=ways,
         limits=limits,
         rates=_rates(described, gpu=gpu, threads=threads, examined=examined),
         disk_free_bytes=disk_free(Path(recipe.output.dir)),
         elsewhere=described.elsewhere,
-        assumed=(*_assumed(described, on_cuda=on_cuda, compiled=compiled), _cores(described, threads=threads)),
+        assumed=(
+            *_assumed(described, on_cuda=on_cuda, ways=ways),
+            _cores(described, threads=threads),
+        ),
     )
 
 
@@ -127,7 +134,7 @@ def _rates(described: Described, *, gpu: str | None, threads: int, examined: Exa
     return examined.improve(assumed)
 
 
-def _assumed(described: Described, *, on_cuda: bool, compiled: bool) -> tuple[str, ...]:
+def _assumed(described: Described, *, on_cuda: bool, ways: Ways) -> tuple[str, ...]:
     said = []
     if described.vram is not None:
         said.append(
@@ -137,8 +144,11 @@ def _assumed(described: Described, *, on_cuda: bool, compiled: bool) -> tuple[st
     elif not on_cuda:
         said.append(f"the CPU of {platform.node() or 'this machine'} computes: no GPU is used (--vram plans for one)")
     if on_cuda:
-        layers = "compiled layers" if compiled else "layers as they are"
-        said.append(f"bf16 weights and our variable-length attention where the recipe leaves them open, {layers}")
+        layers = "compiled layers" if ways.compiled else "layers as they are"
+        taken = (
+            "bf16 weights and our variable-length attention" if ways.modern else "fp32 weights and PyTorch's attention"
+        )
+        said.append(f"{taken} where the recipe leaves them open, {layers}")
     if described.host is not None:
         said.append(f"{format_size(described.host)} of host memory (--host), some of it left to the system")
     return tuple(said)

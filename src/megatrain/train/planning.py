@@ -22,9 +22,17 @@ from megatrain.plan.memory import MemoryPlan, decide
 from megatrain.plan.process import libraries_bytes
 from megatrain.recipe import Recipe
 from megatrain.stream.device import CpuDevice, Device
-from megatrain.stream.device_cuda import CudaDevice, cuda_available, device_name, open_cuda, vram_free_bytes
+from megatrain.stream.device_cuda import (
+    CudaDevice,
+    cuda_available,
+    device_capability,
+    device_name,
+    open_cuda,
+    vram_free_bytes,
+)
 from megatrain.stream.device_cuda_kernel import CudaKernel
 from megatrain.train.gpus import read_gpu
+from megatrain.train.ways import Ways, words_for_old
 
 
 @dataclass(frozen=True)
@@ -49,13 +57,14 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
     """
     device, name, memory = _open_device(recipe)
     on_cuda = memory is not None
+    ways = _ways(recipe, device=device, name=name)
     model = StreamedModel.build(
         ModelSpec(
             config=config,
-            attention=_attention(recipe, on_cuda=on_cuda),
-            precision=_precision(recipe, on_cuda=on_cuda),
+            attention=VARLEN if ways.ours else recipe.model.attention,
+            precision=torch.bfloat16 if ways.bf16 else torch.float32,
             training=True,
-            compile=on_cuda and recipe.memory.compile == "auto",
+            compile=ways.compiled,
             trust_remote_code=recipe.model.trust_remote_code,
         ),
         rng=device.rng,
@@ -126,17 +135,10 @@ def _device_kernel(device: Device) -> DeviceKernel | None:
         return None
 
 
-def _attention(recipe: Recipe, *, on_cuda: bool) -> str:
-    """Ours where its kernels work: on CUDA, in bf16."""
-    wanted = recipe.model.attention
-    ours = wanted == "auto" and on_cuda and _precision(recipe, on_cuda=on_cuda) is torch.bfloat16
-    return VARLEN if ours else wanted
-
-
-def _precision(recipe: Recipe, *, on_cuda: bool) -> torch.dtype:
-    match recipe.train.precision:
-        case "fp32":
-            return torch.float32
-        case "bf16":
-            return torch.bfloat16
-    return torch.bfloat16 if on_cuda else torch.float32
+def _ways(recipe: Recipe, *, device: Device, name: str) -> Ways:
+    if not isinstance(device, CudaDevice):
+        return Ways.of(recipe, on_cuda=False)
+    capability = device_capability(device.torch_device)
+    if (words := words_for_old(name=name, capability=capability)) is not None:
+        warnings.warn(words, stacklevel=2)
+    return Ways.of(recipe, on_cuda=True, capability=capability)

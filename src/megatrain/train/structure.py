@@ -15,6 +15,7 @@ from megatrain.errors import ModelError
 from megatrain.model.sizes_cache import SizesKey, find_facts, keep_facts
 from megatrain.model.sizes_types import ModelFacts
 from megatrain.recipe import Recipe, known_model, resolve_asset
+from megatrain.train.ways import Ways
 
 _ASSUMED = "the shape of {} as it is shipped with megatrain: its own config.json is not in the hub's cache here"
 
@@ -29,8 +30,8 @@ class Structure:
     assumed: str | None = None  # for people: which config stands for one that is not here
 
 
-def read_structure(recipe: Recipe, *, on_cuda: bool) -> Structure:
-    """Sizes of the recipe's model as a run would stream it. Imports torch only where nothing is known yet.
+def read_structure(recipe: Recipe, *, ways: Ways) -> Structure:
+    """Sizes of the recipe's model as a run would stream it on a device. Imports torch only where nothing is known yet.
 
     Raises ModelError for a model that cannot be had, or cannot run exactly.
     """
@@ -38,13 +39,11 @@ def read_structure(recipe: Recipe, *, on_cuda: bool) -> Structure:
     if config is None and (shape := _known_shape(recipe)) is not None:
         recipe, assumed = shape, _ASSUMED.format(recipe.model.path)
         config = raw_config(recipe)
-    bf16 = recipe.train.precision == "bf16" or (recipe.train.precision == "auto" and on_cuda)
-    wanted = recipe.model.attention
     key = SizesKey(
         config=config or {},
         overrides=dict(recipe.model.config),
-        precision="bf16" if bf16 else "fp32",
-        attention="ours" if wanted == "auto" and on_cuda and bf16 else wanted,
+        precision="bf16" if ways.bf16 else "fp32",
+        attention="ours" if ways.ours else recipe.model.attention,
     )
     # a config that is not here yet is no key, nor is code that comes with the model and that we do not see
     known = config is not None and not (recipe.model.trust_remote_code and "auto_map" in config)
@@ -54,7 +53,7 @@ def read_structure(recipe: Recipe, *, on_cuda: bool) -> Structure:
     with collector_paused():
         from megatrain.train.structure_reading import read_facts
 
-        facts = read_facts(recipe, bf16=bf16, ours=key.attention == "ours")
+        facts = read_facts(recipe, bf16=ways.bf16, ours=ways.ours)
     if known:
         keep_facts(key, facts)
     return Structure(facts, config or raw_config(recipe) or {}, from_cache=False, assumed=assumed)
