@@ -61,6 +61,8 @@ B3, B7, SMALL, CHATS = "qwen2.5-3b", "qwen2.5-7b", "qwen2.5-0.5b", ("benchmarks/
 K64, K16 = 65_536, 16_384
 BF16 = ("--set", "optimizer.state=bf16")
 APART = ("--set", "data.packing=false")
+FOUR_LAYERS = (*shape("mixtral-8x7b", tokens=K64), "--set", "model.config.num_hidden_layers=4")
+LONG = ("--set", "model.config.num_hidden_layers=2", "--set", "data.max_seq_len=524288")
 
 SECTIONS: dict[str, tuple[Command, ...]] = {
     "adamw": (
@@ -86,6 +88,19 @@ SECTIONS: dict[str, tuple[Command, ...]] = {
         bench("0.5B, 64k tokens, auto", shape(SMALL, tokens=K64), *against("resident"), limit_s=120),
         bench("0.5B, 16k tokens, auto", shape(SMALL, tokens=K16), *against("resident"), limit_s=120),
     ),
+    "mixture": tuple(
+        bench(f"4 layers of Mixtral, {vram}", FOUR_LAYERS, *ceiling(vram), limit_s=100) for vram in ("24GiB", "10GiB")
+    ),
+    "512k": (
+        bench(
+            "2 layers of 7B, one row of 512k tokens",
+            shape(B7, tokens=524_288),
+            *LONG,
+            *APART,
+            *("--steps", "1"),
+            limit_s=200,
+        ),
+    ),
     "packing": (
         bench("chats, packed", CHATS, limit_s=90),
         bench("chats, one to a row", CHATS, *APART, limit_s=90),
@@ -110,8 +125,9 @@ SECTIONS: dict[str, tuple[Command, ...]] = {
         python(
             "sweep",
             "benchmarks/sweep.py",
-            *("--model", f"benchmarks/shapes/{B3}", "--budget", "{left}", "--out", "{out}"),
-            limit_s=200,
+            *("--model", f"benchmarks/shapes/{B3}", *ceiling("24GiB"), "--steps", "2"),
+            *("--budget", "{left}", "--out", "{out}"),
+            limit_s=480,
         ),
     ),
     "memory": (python("memory against the estimate", "benchmarks/memory_check.py", limit_s=300),),
@@ -126,7 +142,7 @@ SECTIONS: dict[str, tuple[Command, ...]] = {
         python("is too slow", "-c", "import time; time.sleep(60)", limit_s=1),
     ),
 }
-USUAL = tuple(name for name in SECTIONS if name not in ("smoke", "7b-peers"))
+USUAL = tuple(name for name in SECTIONS if name not in ("smoke", "7b-peers", "512k"))
 
 
 @dataclass

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from timed import Done, run_timed
+from timed import TIMED_OUT, Done, run_timed
 
 from megatrain.recipe import resolve_asset
 
@@ -91,9 +91,12 @@ class Row:
     failure: str | None
 
 
-def measure(point: Point, *, model: str, extra: Sequence[str], steps: int, limit_s: float) -> Row:
+def measure(point: Point, *, model: str, extra: Sequence[str], steps: int, limit_s: float) -> Row | None:
+    """None: it did not end within its time."""
     command = [sys.executable, "-m", "megatrain", "bench", "--model", model, "--steps", str(steps), "--json"]
     done = run_timed([*command, *point.arguments(), *extra], limit_s=limit_s)
+    if done.code == TIMED_OUT:
+        return None
     if done.code == 0:
         return Row(point, json.loads(done.stdout.splitlines()[-1]), None)
     return Row(point, {}, why(done))
@@ -173,8 +176,11 @@ def sweep(
     rows: list[Row] = []
     wanted = points(axes)
     while wanted and (left_s := deadline - time.monotonic()) > LEAST_S:
-        point = wanted.pop(0)
-        rows.append(measure(point, model=model, extra=extra, steps=steps, limit_s=left_s))
+        row = measure(wanted[0], model=model, extra=extra, steps=steps, limit_s=left_s)
+        if row is None:
+            break
+        rows.append(row)
+        del wanted[0]
         print(line(rows[-1]), file=sys.stderr, flush=True)
         (out / "sweep.md").write_text(table(rows, left_out=wanted))
         found = [{"point": asdict(row.point), "failure": row.failure, **row.result} for row in rows]
