@@ -21,6 +21,7 @@ from variants import attention_of, config_of  # noqa: E402
 
 from megatrain.errors import MegatrainError  # noqa: E402
 from megatrain.model.attention import VARLEN  # noqa: E402
+from megatrain.model.grouping import Grouping  # noqa: E402
 from megatrain.model.skeleton import REFUSED, ModelSpec  # noqa: E402
 from megatrain.model.streamed import StreamedModel  # noqa: E402
 
@@ -39,6 +40,8 @@ loss and every gradient bit-equal, except where said.
 * **varlen**: on CUDA packed rows run through `torch.nn.attention.varlen` without any mask.
 * **router loss**: once over the step through Hugging Face's function.
 * **dropout**: one micro-batch draws Hugging Face's own random numbers.
+* What can be cut where memory is short: **slices** of the head's vocabulary (run here, within rounding), **groups** of
+  experts, **tiles** of an MLP's tokens (their numbers: `tests/families/test_expert_groups.py`, `test_tiles.py`).
 
 """
 COLUMNS = (
@@ -54,8 +57,12 @@ COLUMNS = (
     "varlen",
     "router loss",
     "dropout",
+    "slices",
+    "groups",
+    "tiles",
     "kinds",
 )
+NO_EXPERTS = "no layer has experts"
 REFUSALS = """
 ## Refused by name
 
@@ -110,9 +117,17 @@ def _row(variant: str, results: dict[Case, str]) -> str:
         _varlen(variant),
         cell("router", "router-padded", "router-micro-batches"),
         cell("dropout", "dropout-eager"),
+        *_cuts(variant, sliced=cell("sliced")),
         _kinds(variant),
     ]
     return "| " + " | ".join(cells) + " |\n"
+
+
+def _cuts(variant: str, *, sliced: str) -> tuple[str, str, str]:
+    """Head in slices, experts in groups, MLPs in tiles: as a run would have them."""
+    model = _built(variant, attention_of(variant))
+    groups = "yes" if isinstance(model.grouping, Grouping) else "-" if NO_EXPERTS in str(model.grouping) else "no"
+    return "-" if model.slicing is None else sliced, groups, "-" if model.tiling is None else "yes"
 
 
 def _built(variant: str, attention: str) -> StreamedModel:

@@ -49,7 +49,7 @@ class _Routed:
         return cls(hidden.detach(), chosen.detach(), weights.detach(), attention=tuple(attention))
 
 
-class _Known(torch.autograd.Function):
+class _KnownExperts(torch.autograd.Function):
     """Experts whose gradients are known. What they give is read by nobody."""
 
     @staticmethod
@@ -197,7 +197,7 @@ class ExpertPass(Pass):
         routed = self._calls.pop(layer)
 
         def known(called_with: Tensor, _: Tensor, shares: Tensor) -> Tensor:
-            out: Tensor = _Known.apply(called_with, shares, routed)  # type: ignore[no-untyped-call]
+            out: Tensor = _KnownExperts.apply(called_with, shares, routed)  # type: ignore[no-untyped-call]
             return out
 
         with groups.experts.call.answering(known):

@@ -79,11 +79,11 @@ def attention_kept(
         return None
     out, lse = _CURRENT.given[_CURRENT.used], _CURRENT.given[_CURRENT.used + 1]
     _CURRENT.used += 2
-    known: Tensor = _Known.apply(query, key, value, out, lse, starts, longest, window, scale)  # type: ignore[no-untyped-call]
+    known: Tensor = _KnownAttention.apply(query, key, value, out, lse, starts, longest, window, scale)  # type: ignore[no-untyped-call]
     return known
 
 
-class _Known(torch.autograd.Function):
+class _KnownAttention(torch.autograd.Function):
     """Attention whose output is known already."""
 
     @staticmethod
