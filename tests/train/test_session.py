@@ -94,7 +94,10 @@ def test_interrupted_in_the_second_epoch_and_resumed_is_bit_equal(tmp_path: Path
     summary = json.loads((folder / "run.json").read_text())
     assert (summary["status"], summary["exit_code"], summary["steps"]) == ("interrupted", 143, first_epoch + 1)
     assert not (folder / "model").exists()
-    resumed = train(recipe, resume="auto")
+    said: list[str] = []
+    resumed = train(recipe, resume="auto", on_event=lambda *_: said.append((folder / "run.json").read_text()))
+    assert {json.loads(text)["status"] for text in said} == {"running"}
+    assert resumed.tokens_here == resumed.tokens - summary["tokens"] > 0
     keys = ("step", "epoch", "loss", "lr", "grad_norm", "tokens")
     assert curve(folder, *keys) == curve(undisturbed, *keys)
     assert weights(folder) == weights(undisturbed)

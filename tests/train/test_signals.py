@@ -32,7 +32,9 @@ def native():
 with SignalGuard() as guard:
     try:
         if mode == "held":
+            guard.stop.kept = "step-000007"
             with guard.stop.held():
+                guard.stop.announce = lambda words: print(words, file=sys.stderr, flush=True)
                 print("ready", flush=True)
                 until = time.monotonic() + 20
                 while not guard.stop.requested and time.monotonic() < until:
@@ -54,7 +56,9 @@ with SignalGuard() as guard:
             Slow()
             time.sleep(20)
         elif mode == "deaf":
+            guard.stop.kept = sys.argv[2] if len(sys.argv) > 2 else None
             with guard.stop.held():
+                guard.stop.announce = lambda words: time.sleep(60)  # whoever should hear it is stuck
                 print("ready", flush=True)
                 native()
         elif mode == "stuck":
@@ -74,8 +78,8 @@ def _hangs_up() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def start(mode: str, *prefix: str) -> subprocess.Popen[str]:
-    command = [*prefix, sys.executable, "-c", PROGRAM, mode]
+def start(mode: str, *prefix: str, after: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [*prefix, sys.executable, "-c", PROGRAM, mode, *after]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -105,6 +109,27 @@ def test_held_finishes_and_saves_first() -> None:
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (143, "saved\nunwound SIGTERM\n"), err
+    assert "the running step comes to its end, or is given up after 10 s, and a checkpoint is written" in err
+    assert "a second signal ends at once, and what came after step-000007 is lost" in err
+
+
+def test_what_raises_at_once_announces_nothing() -> None:
+    stop, said = StopFlag(), []
+    stop.announce = said.append
+    stop.request(signal.SIGINT)
+    stop.tell()
+    assert stop.raises
+    assert said == []
+
+
+@pytest.mark.parametrize(("kept", "words"), [((), "nothing is saved"), (("run/step-000004",), "step-000004 is lost")])
+def test_the_second_signal_says_what_is_left(kept: tuple[str, ...], words: str) -> None:
+    process = start("deaf", after=kept)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+    _, err = process.communicate(timeout=2)
+    assert (process.returncode, words in err) == (130, True), err
 
 
 def test_the_second_signal_ends_it_even_in_native_code() -> None:

@@ -108,8 +108,10 @@ def _quieten_libraries() -> None:
 
 def _report_text(report: RunReport) -> str:
     lines = [
-        f"{report.steps} steps, {report.epochs:g} epochs, {report.tokens:,} tokens in {format_seconds(report.wall_s)}"
-        + (f" ({report.tokens_per_s:,.0f} tok/s)" if report.tokens_per_s else ""),
+        f"{report.steps} steps, {report.epochs:g} epochs, {report.tokens:,} tokens"
+        + (f", {report.tokens_here:,} of them after the resume," if report.tokens_here != report.tokens else "")
+        + f" in {format_seconds(report.wall_s)}"
+        + (f" (steps alone: {report.tokens_per_s:,.0f} tok/s)" if report.tokens_per_s else ""),
     ]
     if report.first_loss is not None and report.last_loss is not None:
         lines.append(f"loss {report.first_loss:.4f} -> {report.last_loss:.4f}")

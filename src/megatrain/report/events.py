@@ -133,6 +133,7 @@ class RunReport:
     steps: int
     epochs: float
     tokens: int
+    tokens_here: int  # of `tokens`, what this process trained on
     supervised_tokens: int
     first_loss: float | None
     last_loss: float | None

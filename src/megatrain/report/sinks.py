@@ -46,7 +46,7 @@ def check_available(*, tensorboard: bool, wandb: bool) -> None:
     for wanted, package, extra in ((tensorboard, "tensorboard", "tensorboard"), (wandb, "wandb", "wandb")):
         if wanted and importlib.util.find_spec(package) is None:
             raise UsageError(
-                f"report.{extra} needs the package {package}, which is not installed",
+                f"needs the package {package}, which is not installed",
                 hint=f"pip install 'megatrain[{extra}]', or leave report.{extra} out",
                 where=f"report.{extra}",
             )

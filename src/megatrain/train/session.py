@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,6 +162,7 @@ class Session:
             except Damaged as error:
                 self._console.warn(f"{candidate.path.name} was skipped: {error}")
                 continue
+            self._stop.kept = str(candidate.path)
             return run, candidate.state, candidate
         run.worker.close()
         run.store.close()
@@ -189,6 +190,8 @@ class Session:
             for path in give_up_after(self.rundir.checkpoints, step=origin.state.step):
                 self._console.note(f"{path.name} is not gone on with; it goes with the next checkpoint")
         self.rundir.summary.unlink(missing_ok=True)
+        with suppress(OSError):  # a word that nothing depends on; after a kill it stays
+            self.rundir.write_summary({"status": "running", "exit_code": None})
         self.rundir.crash.unlink(missing_ok=True)
         self.rundir.write_recipe(self.recipe.to_yaml())
         self.owns_folder = True
@@ -259,6 +262,7 @@ class Session:
             steps=state.step,
             epochs=round(state.epochs, 6),
             tokens=state.tokens,
+            tokens_here=trainer.trained_tokens if trainer is not None else 0,
             supervised_tokens=state.supervised_tokens,
             first_loss=state.first_loss,
             last_loss=state.last_loss,

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -28,6 +28,7 @@ STEP_GRACE_S = 10.0
 RAISE_GRACE_S = 7.0
 """Where nothing is to be saved, an interrupt has so long to raise, and so long again to get to its handler: a
 library may swallow it. After that the process is ended."""
+_WAITS = f"the running step comes to its end, or is given up after {STEP_GRACE_S:.0f} s, and a checkpoint is written"
 _AGAIN = signal.SIGURG  # from our watcher to the main thread; by default nobody hears it
 
 
@@ -53,6 +54,8 @@ class StopFlag:
         self._held = 0
         self._handled = False
         self._failure: Exception | None = None
+        self.kept: str | None = None  # for people: the newest complete checkpoint
+        self.announce: Callable[[str], None] | None = None  # says at once that a request has to wait
         self.swallowed = False  # it was raised where Python drops exceptions: in a destructor or a callback
 
     @property
@@ -73,6 +76,12 @@ class StopFlag:
     def request(self, signum: int) -> None:
         if self.signum is None:
             self.signum, self._since_s = signum, time.monotonic()
+
+    def tell(self) -> None:
+        """Say what a request waits for. From a thread of its own: who hears it may be stuck."""
+        if self.announce is not None and not self.raises:
+            words = f"{_WAITS}; a second signal ends at once, and {_kept(self.kept)}"
+            threading.Thread(target=self.announce, args=(words,), daemon=True).start()
 
     def check(self) -> None:
         """Raise Interrupted if it was asked for. For loops in which nothing is lost."""
@@ -194,8 +203,13 @@ class SignalGuard:
             for signum in (s for s in delivered if s in self._previous):
                 seen += 1
                 if seen > 1:
-                    _end_now(signum, "stopped at the second signal; the last complete checkpoint is intact")
+                    _end_now(signum, f"stopped at the second signal; {_kept(self.stop.kept)}")
                 self.stop.request(signum)  # the handler may never get its turn
+                self.stop.tell()
+
+
+def _kept(checkpoint: str | None) -> str:
+    return "nothing is saved" if checkpoint is None else f"what came after {checkpoint} is lost"
 
 
 def _end_now(signum: int, message: str) -> None:

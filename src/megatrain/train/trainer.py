@@ -28,6 +28,10 @@ from megatrain.train.saver import Lost, Saver
 from megatrain.train.signals import Interrupted, StopFlag
 from megatrain.train.spikes import LossWatch
 from megatrain.train.state import TrainState, step_seed
+from megatrain.units import format_seconds
+
+LONG_S = 1800
+"""A run that takes longer is told to save on the way."""
 
 
 class Trainer:
@@ -54,13 +58,16 @@ class Trainer:
         self._eval_every = Interval(self._train.eval_every)
         self._rows: StepRows | None = None  # of the next step, cut while the device was busy
         self._watch = LossWatch()
+        self._reminds_at = None if self._train.save_every else state.step + 3
         # Begun or complete. Nothing is new yet: a fresh start has nothing to save, a resume has it on disk.
         self._saved_step: int | None = state.step
         self._lost = False  # the last checkpoint that was begun: another is due at once, and is waited for
 
     def train(self) -> None:
         """Raises Interrupted and NonFinite after saving what was reached; what the optimizer raised comes through."""
-        self._journal.console.begin(first_step=self.state.step + 1, total_steps=self.total_steps)
+        console = self._journal.console
+        console.begin(first_step=self.state.step + 1, total_steps=self.total_steps)
+        self._stop.announce = console.note
         with self._stop.held():
             try:
                 self._run_through()
@@ -126,7 +133,17 @@ class Trainer:
         run.gate.submit(gradient.unit for gradient in output.gradients if gradient.resident is None)
         run.worker.submit(after.step, output.gradients, lr=lr, clip=clip)
         self.state = after.counted(tokens=rows.tokens, supervised_tokens=rows.supervised, loss=numbers.loss)
-        self._report(numbers, rows=rows, lr=lr, step_s=time.perf_counter() - begin_s)
+        step_s = time.perf_counter() - begin_s
+        self._report(numbers, rows=rows, lr=lr, step_s=step_s)
+        if self.state.step == self._reminds_at:
+            self._remind(left_s=step_s * (self.total_steps - self.state.step))
+
+    def _remind(self, *, left_s: float) -> None:
+        if left_s > LONG_S:
+            self._journal.console.note(
+                f"about {format_seconds(left_s)} to go, and no checkpoint on the way: an interrupt writes one, a kill "
+                'or a power cut loses all of it. train.save_every: "30 min" bounds that'
+            )
 
     def _learning_rate(self, step: int) -> float:
         optimizer = self._run.recipe.optimizer
@@ -260,6 +277,7 @@ class Trainer:
     def _hear(self, outcome: SaveReport | Lost | None) -> None:
         match outcome:
             case SaveReport():
+                self._stop.kept = outcome.path
                 self._journal.write(outcome)
             case Lost(step=step, reason=reason):
                 self._journal.console.warn(
