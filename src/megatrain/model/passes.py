@@ -133,7 +133,7 @@ class Pass:
 
     def sliced_tail(self, hidden: Tensor, *, denominator: int, chunk: int) -> SlicedTail:
         """The same with the head in slices, `chunk` tokens of a slice's logits at once; see `SlicedTail`."""
-        head = self._model.sliced_head
+        head = self._model.outer.sliced_head
         if head is None:
             raise RuntimeError("the model was not bound for slices")
         mine = replace(head, logits=partial(self._slice_logits, head.logits))
@@ -229,7 +229,7 @@ class Pass:
             for out, slope in zip(stem.outputs, stem.gradients, strict=True)
             if slope is not None and out.requires_grad
         ]
-        names, parameters = self._model.stem_names, self._model.stem_parameters
+        names, parameters = self._model.outer.stem_names, self._model.outer.stem_parameters
         if pairs and parameters:
             found = torch.autograd.grad([p[0] for p in pairs], parameters, [p[1] for p in pairs], allow_unused=True)
             for name, gradient in zip(names, found, strict=True):
@@ -259,7 +259,8 @@ class Pass:
             args = (*args[: call.where], hidden, *args[call.where + 1 :])
         else:
             kwargs[call.where] = hidden
-        return self._model.run_layer(layer, weights, args, kwargs, exchange=exchange)
+        plan = self._model.layer_plans[layer]
+        return plan.run(weights, args, kwargs, exchange=exchange or Exchange())
 
     def _add_router(self, layer: int, logits: list[Tensor], outputs: list[Tensor], slopes: list[Tensor]) -> None:
         for out, slope in zip(logits, self.router_gradients[layer], strict=False):
