@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatrain.model.sizes_types import ModelSizes
-from megatrain.plan.accounting import COMPILED_KEPT, RECOMPUTE_FACTOR, MemoryPlan
+from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.cutting import attempt
+from megatrain.plan.transient import COMPILED_KEPT, RECOMPUTE_FACTOR
 from plan.jobs import GIB, HALF_B, SEVEN_B, job, limits
 
 TOKENS = 8 * 2048

@@ -8,11 +8,11 @@ import pytest
 from jobs import GIB, SEVEN_B, job, limits
 
 from megatrain.model.sizes_types import TileSizes
-from megatrain.plan.accounting import RECOMPUTE_FACTOR
 from megatrain.plan.cutting import TILE_TOKENS, attempt, smallest
 from megatrain.plan.explain import explain
 from megatrain.plan.job import Job
 from megatrain.plan.largest import find_largest, scaled
+from megatrain.plan.transient import RECOMPUTE_FACTOR
 
 REST, MLP = 80_904, 151_552
 TILED = replace(

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from megatrain.model.attention import Documents
 from megatrain.model.batch import MicroBatch
+from megatrain.model.handed_on import Given, HandedOn
 from megatrain.model.kept_attention import Exchange
 from megatrain.model.sliced_tail import HeadSlice, SlicedTail
 from megatrain.model.stem import Prepared, StemOutputs
@@ -30,8 +31,6 @@ from megatrain.model.unread import outputs_are_read
 if TYPE_CHECKING:
     from megatrain.model.streamed import StreamedModel
 
-State = dict[str, dict[Any, Any]]  # argument name -> entries of the mapping that every layer sees
-
 
 @dataclass(frozen=True)
 class _Graph:
@@ -40,9 +39,7 @@ class _Graph:
     hidden: Tensor
     own: tuple[Tensor, ...]  # parameters, in `LayerPlan.trainable` order
     leaves: Mapping[int, Tensor]  # of stem outputs, by the id of the value they stand for
-    states: Mapping[int, Tensor]  # of handed-on state, likewise
-    before: State
-    live: Mapping[str, MutableMapping[Any, Any]]
+    given: Given
     out: Tensor
     logits: list[Tensor]
 
@@ -68,9 +65,7 @@ class Pass:
         self._layers: list[Prepared | None] = list(self._stem.detach(calls, shared=shared))
         self.hidden: Tensor = self._stem.values[0]
         self._rng: list[object | None] = [None] * len(calls)
-        self._mapping_types = {name: type(calls[0].kwargs[name]) for name in shared}
-        self._states: list[State] = [{name: {} for name in shared}]  # before layer i; the last one is current
-        self._state_grads: dict[int, Tensor] = {}
+        self._state = HandedOn(calls, shared=shared)
         self._graphs: dict[int, _Graph] = {}  # of layers whose forward kept it
         self._attention: dict[int, tuple[Tensor, ...]] = {}  # of layers that ran, until `take_attention`
         self.router_logits: list[list[Tensor]] = [[] for _ in calls]
@@ -97,31 +92,28 @@ class Pass:
         if keep_graph:
             with outputs_are_read():
                 graph = self._graphs[layer] = self._with_graph(layer, weights, hidden)
-            self._note(layer, given=graph.before, live=graph.live, logits=graph.logits)
+            self._note(layer, given=graph.given, logits=graph.logits)
             return graph.out.detach()
         if model.stochastic and self.training:
             self._rng[layer] = model.rng.get()
         with torch.set_grad_enabled(model.forward_needs_grad[layer]):
             if model.forward_needs_grad[layer]:
                 weights = {n: w.detach().requires_grad_(w.is_floating_point()) for n, w in weights.items()}
-            live = self._live(self._states[-1])
+            given = self._state.give()
             exchange = Exchange(noting=keep_attention and not attention, given=attention)
-            out, logits = self._call(layer, weights, hidden.detach(), leaves={}, live=live, exchange=exchange)
+            out, logits = self._call(layer, weights, hidden.detach(), leaves={}, live=given.live, exchange=exchange)
         if keep_attention:
             self._attention[layer] = attention or tuple(exchange.noted)
-        self._note(layer, given=self._states[-1], live=live, logits=logits)
+        self._note(layer, given=given, logits=logits)
         return out.detach()
 
     def take_attention(self, layer: int) -> tuple[Tensor, ...]:
         """Once after a forward with keep_attention: what `backward` wants; empty if the layer has no such attention."""
         return self._attention.pop(layer)
 
-    def _note(
-        self, layer: int, *, given: State, live: Mapping[str, MutableMapping[Any, Any]], logits: list[Tensor]
-    ) -> None:
-        """Keep what the layer left beside its output. given: the state as it was given to the layer."""
-        if self._mapping_types:
-            self._states.append(self._after(self._states[-1], given, live))
+    def _note(self, layer: int, *, given: Given, logits: list[Tensor]) -> None:
+        """Keep what the layer left beside its output."""
+        self._state.take(given)
         if logits:
             self.router_logits[layer] = [t.detach() for t in logits]
 
@@ -141,7 +133,7 @@ class Pass:
 
     def sliced_tail(self, hidden: Tensor, *, denominator: int, chunk: int) -> SlicedTail:
         """The same with the head in slices, `chunk` tokens of a slice's logits at once; see `SlicedTail`."""
-        head = self._model.sliced_head
+        head = self._model.outer.sliced_head
         if head is None:
             raise RuntimeError("the model was not bound for slices")
         mine = replace(head, logits=partial(self._slice_logits, head.logits))
@@ -193,15 +185,10 @@ class Pass:
             own.append(parameter)
         values = self._stem.values
         leaves = {id(values[k]): values[k].detach().requires_grad_(True) for k in prepared.externals}
-        state_leaves: dict[int, Tensor] = {}
-        before = _map_state(
-            self._states[layer] if self._mapping_types else {},
-            lambda t: state_leaves.setdefault(id(t), t.detach().requires_grad_(True)),
-        )
-        live = self._live(before)
+        given = self._state.give_leaves(layer)
         with torch.enable_grad():
-            out, logits = self._call(layer, bound, leaf, leaves=leaves, live=live, exchange=exchange)
-        return _Graph(leaf, tuple(own), leaves, state_leaves, before, live, out, logits)
+            out, logits = self._call(layer, bound, leaf, leaves=leaves, live=given.live, exchange=exchange)
+        return _Graph(leaf, tuple(own), leaves, given, out, logits)
 
     def _differentiate(
         self, layer: int, graph: _Graph, grad: Tensor, *, accumulate: Accumulate
@@ -209,9 +196,11 @@ class Pass:
         plan, stem = self._model.layer_plans[layer], self._stem
         outputs, slopes = [graph.out], [grad]
         self._add_router(layer, graph.logits, outputs, slopes)
-        if self._mapping_types:
-            self._add_written_state(layer, graph.before, graph.live, outputs, slopes)
-        inputs = [graph.hidden, *graph.own, *plan.shared_parameters, *graph.leaves.values(), *graph.states.values()]
+        for written, slope in self._state.written(layer, graph.given):
+            outputs.append(written)
+            slopes.append(slope)
+        states = graph.given.leaves.values()
+        inputs = [graph.hidden, *graph.own, *plan.shared_parameters, *graph.leaves.values(), *states]
         found = list(torch.autograd.grad(outputs, inputs, slopes, allow_unused=True))
         first = found[0]
         n_own, n_shared, n_ext = len(graph.own), len(plan.shared_parameters), len(graph.leaves)
@@ -222,10 +211,7 @@ class Pass:
         externals = self._prepared(layer).externals
         for k, gradient in zip(externals, rest[n_shared : n_shared + n_ext], strict=True):
             stem.add_gradient(k, gradient)
-        for key, gradient in zip(graph.states, rest[n_shared + n_ext :], strict=True):
-            if gradient is not None:
-                old = self._state_grads.get(key)
-                self._state_grads[key] = gradient if old is None else old + gradient
+        self._state.add_gradients(graph.given, rest[n_shared + n_ext :])
         return (first if first is not None else torch.zeros_like(graph.hidden)), tuple(found[1 : 1 + n_own])
 
     def _prepared(self, layer: int) -> Prepared:
@@ -243,14 +229,14 @@ class Pass:
             for out, slope in zip(stem.outputs, stem.gradients, strict=True)
             if slope is not None and out.requires_grad
         ]
-        names, parameters = self._model.stem_names, self._model.stem_parameters
+        names, parameters = self._model.outer.stem_names, self._model.outer.stem_parameters
         if pairs and parameters:
             found = torch.autograd.grad([p[0] for p in pairs], parameters, [p[1] for p in pairs], allow_unused=True)
             for name, gradient in zip(names, found, strict=True):
                 if gradient is not None:
                     accumulate(name, gradient)
         stem.release()
-        self._states = []
+        self._state.release()
 
     def _call(
         self,
@@ -273,29 +259,8 @@ class Pass:
             args = (*args[: call.where], hidden, *args[call.where + 1 :])
         else:
             kwargs[call.where] = hidden
-        return self._model.run_layer(layer, weights, args, kwargs, exchange=exchange)
-
-    def _live(self, state: State) -> dict[str, MutableMapping[Any, Any]]:
-        """Fresh mappings of the model's own type for a layer to read and write."""
-        live: dict[str, MutableMapping[Any, Any]] = {}
-        for name, kind in self._mapping_types.items():
-            live[name] = kind()
-            for key, value in state[name].items():
-                live[name][key] = value
-        return live
-
-    @staticmethod
-    def _after(before: State, given: State, live: Mapping[str, MutableMapping[Any, Any]]) -> State:
-        """The state behind the layer: entries that it left alone are those of `before`, the others without a graph."""
-        after: State = {}
-        for name, mapping in live.items():
-            after[name] = {
-                key: before[name][key]
-                if key in given[name] and given[name][key] is value
-                else pytree.tree_map_only(Tensor, Tensor.detach, value)
-                for key, value in mapping.items()
-            }
-        return after
+        plan = self._model.layer_plans[layer]
+        return plan.run(weights, args, kwargs, exchange=exchange or Exchange())
 
     def _add_router(self, layer: int, logits: list[Tensor], outputs: list[Tensor], slopes: list[Tensor]) -> None:
         for out, slope in zip(logits, self.router_gradients[layer], strict=False):
@@ -304,27 +269,3 @@ class Pass:
                 slopes.append(slope)
         self.router_gradients[layer] = []
         self.router_logits[layer] = []
-
-    def _add_written_state(
-        self,
-        layer: int,
-        before: State,
-        live: Mapping[str, MutableMapping[Any, Any]],
-        outputs: list[Tensor],
-        slopes: list[Tensor],
-    ) -> None:
-        """What this layer wrote is an output of it too; its gradient came from the layers that read it."""
-        for name, mapping in live.items():
-            for key, value in mapping.items():
-                if before[name].get(key) is value:
-                    continue
-                saved = self._states[layer + 1][name][key]
-                for now, then in zip(pytree.tree_leaves(value), pytree.tree_leaves(saved), strict=True):
-                    slope = self._state_grads.pop(id(then), None) if isinstance(then, Tensor) else None
-                    if slope is not None:
-                        outputs.append(now)
-                        slopes.append(slope)
-
-
-def _map_state(state: State, f: Callable[[Tensor], Tensor]) -> State:
-    return {n: {k: pytree.tree_map_only(Tensor, f, v) for k, v in m.items()} for n, m in state.items()}

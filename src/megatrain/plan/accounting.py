@@ -1,12 +1,12 @@
 """Bytes by purpose: what the store, the rings and the executor allocate for a plan.
 
 Everything is a sum of sizes that those rooms allocate (a test compares them byte for byte), but for what autograd
-and the compiler hold of a layer while it runs: RECOMPUTE_FACTOR and its neighbours were measured.
+and the compiler hold of a layer while it runs, whose factors were measured (transient.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,36 +16,8 @@ from megatrain.plan.experts import GroupedExperts
 from megatrain.plan.hardware import Limit
 from megatrain.plan.process import STREAMING_BYTES
 from megatrain.plan.slices import SlicedEnds
+from megatrain.plan.transient import POOL_SHARE, Transient
 
-HEAD_CHUNKS = (4096, 2048, 1024, 512, 256, 128, 64)
-"""Tokens whose logits exist at once, best first."""
-SLICED_CHUNKS = (16384, 8192, *HEAD_CHUNKS)
-"""The same of one slice: its products are small, so more tokens go at once."""
-HEAD_SHARE = 0.1
-"""The share of the device that the head may take, or what a layer's backward takes if that is more: they alternate."""
-CHUNK_LOGIT_BYTES = 8
-"""Per bf16 logit of a chunk at the peak: as computed, in fp32, and its gradient."""
-COMPILED_LOGIT_BYTES = 4
-"""The same where the loss is compiled: as computed, and its gradient."""
-WHOLE_LOGIT_BYTES = 16
-"""In fp32, and where one chunk takes all rows, the loss is PyTorch's own, with log-softmax kept for the backward."""
-RECOMPUTE_FACTOR = 1.5
-"""Peak of one layer's backward over what autograd saved for it: 1.41 to 1.45 measured for Llama and Qwen2 layers."""
-GROUP_FACTOR = 2.0
-"""The same of a group of experts, over what autograd saves for all experts at once: a group passes over every choice of
-every token, and masks those that are not its own. 1.70 measured where half of the choices were the group's, 1.95 where
-all were (a Mixtral layer in fp32 on a CPU; all experts at once: 1.29)."""
-COMPILED_KEPT = 0.65
-"""What a kept graph of a compiled layer holds over what autograd would have saved: 0.60 to 0.66 measured on an H200
-(Qwen2.5 0.5B to 7B and Llama 8B layers)."""
-COMPILED_WIDEST = 6
-"""Tensors as wide as the widest product's input that a compiled layer's backward holds at its peak, which is that of a
-gated MLP: both projections and their gradients, what goes into the down projection and its gradient."""
-COMPILED_BEYOND = 2
-"""Where the graph itself is more: gradients of that width beside it."""
-POOL_SHARE = 0.125
-"""Of what compiled layers' backward takes, what PyTorch's pool takes beyond it: 0.02 to 0.2 measured there. (Of layers
-that are not compiled RECOMPUTE_FACTOR has some of it.)"""
 LOAD_BUFFERS = 2
 """Inputs on their way back to the device when activations wait in host memory."""
 SENDS_IN_FLIGHT = 2
@@ -138,11 +110,6 @@ class Terms:
     batch_tokens: int
     compiled: bool = False
 
-    @property
-    def compiled_layers(self) -> bool:
-        """Whether all are, and hold less: which of several kinds is the hungriest is not known here."""
-        return self.compiled and not self.sizes.eager_layers
-
 
 def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
     """The plan with both tables filled in, and the head chunk where it is 0."""
@@ -150,8 +117,11 @@ def account(chosen: MemoryPlan, *, terms: Terms) -> MemoryPlan:
     if chosen.head_slices and sizes.slicing is not None:  # of all tokens, and one that only pads
         most = chosen.embedding_rows or terms.batch_tokens + 1
         chosen = replace(chosen, embedding_rows=min(sizes.slicing.embedding_rows, most))
-    chosen = replace(chosen, head_chunk=chosen.head_chunk or _head_chunk(chosen, terms=terms))
-    device = _device_bytes(chosen, terms=terms)
+    passing = _transient(chosen, terms=terms)
+    if not chosen.head_chunk:
+        room = chosen.device_limit or chosen.host_limit
+        chosen = replace(chosen, head_chunk=passing.head_chunk(room=room.bytes))
+    device = _device_bytes(chosen, terms=terms, passing=passing)
     if terms.dense_masks:
         device["attention masks"] = chosen.micro_batch * chosen.micro_batches * chosen.seq_len**2
     if terms.context_bytes:
@@ -214,14 +184,12 @@ def _waiting_rows(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
 # --- device ----------------------------------------------------------------------------------------------
 
 
-def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
-    sizes = terms.sizes
+def _device_bytes(chosen: MemoryPlan, *, terms: Terms, passing: Transient) -> dict[str, int]:
+    sizes, ends, experts = terms.sizes, passing.ends, passing.experts
     outer = (sizes.stem.elems, sizes.tail.elems)
-    experts = grouped_experts(chosen, sizes=sizes)
     streamed = experts.layers if experts else sizes.layers[max(0, chosen.resident - 1) :]
     slot = max((u.streamed_bytes for u in streamed), default=0)
-    layer_elems, layer_bytes = _largest_gradient(chosen, sizes=sizes)
-    ends = sliced_ends(chosen, sizes=sizes)
+    layer_elems, layer_bytes = _largest_gradient(experts, sizes=sizes)
     weights = sizes.stem.streamed_bytes + sizes.tail.streamed_bytes
     sums = 4 * (layer_elems + (sum(outer) if terms.stem_shared else max(outer)))
     table = {
@@ -231,26 +199,37 @@ def _device_bytes(chosen: MemoryPlan, *, terms: Terms) -> dict[str, int]:
         "gradient buffers": chosen.grad_buffers * layer_bytes,
         "hidden states": 2 * chosen.micro_batches * chosen.input_bytes,
         "activations": _device_inputs(chosen, sizes=sizes),
-        "one layer's backward or the head": (passing := _transient_bytes(chosen, terms=terms)),
+        "one layer's backward or the head": (peak := passing.peak_bytes(chunk=chosen.head_chunk)),
     }
     if terms.compiled:
-        table["PyTorch's pool beyond what is in use"] = int(POOL_SHARE * passing)
+        table["PyTorch's pool beyond what is in use"] = int(POOL_SHARE * peak)
     if chosen.attention:
         table["attention outputs"] = _device_attention(chosen, sizes=sizes)
     if ends:
         table["slices of the head"] = ends.places + ends.tables
     if experts:
-        tokens = chosen.micro_batch * chosen.seq_len
-        waiting = experts.waiting_bytes(step_tokens=chosen.micro_batches * tokens, tokens=tokens)
+        waiting = experts.waiting_bytes(step_tokens=passing.step_tokens, tokens=passing.tokens)
         table["groups of experts"] = experts.places
         table["what the experts are called with"] = waiting
     if chosen.resident:
         table["resident units"] = _resident_bytes(chosen, terms=terms)
     if chosen.kept:
-        tokens = chosen.micro_batches * chosen.micro_batch * chosen.seq_len
-        share = COMPILED_KEPT if terms.compiled_layers else 1.0
-        table["kept graphs"] = chosen.kept * int(sizes.saved_bytes_per_token * share) * tokens
+        table["kept graphs"] = chosen.kept * passing.graph_bytes_per_token * passing.step_tokens
     return table
+
+
+def _transient(chosen: MemoryPlan, *, terms: Terms) -> Transient:
+    tokens = chosen.micro_batch * chosen.seq_len
+    return Transient(
+        sizes=terms.sizes,
+        tokens=tokens,
+        step_tokens=chosen.micro_batches * tokens,
+        input_bytes=chosen.input_bytes,
+        tile_tokens=chosen.tile_tokens,
+        compiled=terms.compiled,
+        ends=sliced_ends(chosen, sizes=terms.sizes),
+        experts=grouped_experts(chosen, sizes=terms.sizes),
+    )
 
 
 def _device_inputs(chosen: MemoryPlan, *, sizes: ModelSizes) -> int:
@@ -288,88 +267,13 @@ def grouped_experts(chosen: MemoryPlan, *, sizes: ModelSizes) -> GroupedExperts 
     return GroupedExperts(sizes, sizes.experts, chosen.expert_groups)
 
 
-def _largest_gradient(chosen: MemoryPlan, *, sizes: ModelSizes) -> tuple[int, int]:
-    """(elements, bytes as streamed) of the largest that is summed and goes home at once: a layer, or a group."""
-    experts = grouped_experts(chosen, sizes=sizes)
-    layer = largest(experts.layers if experts else sizes.layers)
+def _largest_gradient(experts: GroupedExperts | None, *, sizes: ModelSizes) -> tuple[int, int]:
+    """(elements, bytes as streamed) of the largest that is summed and goes home at once: a layer, or a group.
+
+    Layers of several kinds share sum and buffers: what is largest in any of them counts.
+    """
+    layers = experts.layers if experts else sizes.layers
+    elems, streamed = max(u.elems for u in layers), max(u.param_bytes for u in layers)
     if experts is None:
-        return layer.elems, layer.param_bytes
-    return max(layer.elems, experts.group_elems), max(layer.param_bytes, experts.group_bytes)
-
-
-def _transient_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
-    """A layer's recompute, the head's logits and the embedding's gradient never exist at the same time."""
-    sizes = terms.sizes
-    ends = sliced_ends(chosen, sizes=sizes)
-    head = _head_bytes(chosen, terms=terms, chunk=chosen.head_chunk)
-    if ends is not None:
-        tokens = chosen.micro_batch * chosen.seq_len
-        head = ends.head_bytes(
-            chunk=min(tokens, chosen.head_chunk),
-            step_tokens=tokens * chosen.micro_batches,
-            logit_bytes=_logit_bytes(sizes),
-        )
-        head = max(head, ends.row_block_bytes)
-    return max(_backward_bytes(chosen, terms=terms), head)
-
-
-def _logit_bytes(sizes: ModelSizes) -> int:
-    """Per logit of a chunk of a sliced head."""
-    return CHUNK_LOGIT_BYTES if sizes.stem.bf16_elems > 0 else WHOLE_LOGIT_BYTES
-
-
-def _backward_bytes(chosen: MemoryPlan, *, terms: Terms) -> int:
-    tokens = chosen.micro_batch * chosen.seq_len
-    experts = grouped_experts(chosen, sizes=terms.sizes)
-    if experts is not None:  # one after the other; such a layer is not compiled
-        layer = experts.known.rest_bytes_per_token * tokens
-        group = experts.known.expert_bytes_per_token * tokens
-        own = largest(experts.layers).param_bytes
-        return max(int(RECOMPUTE_FACTOR * layer) + own, int(GROUP_FACTOR * group) + experts.group_bytes)
-    own = largest(terms.sizes.layers).param_bytes
-    tiling = terms.sizes.tiling
-    if chosen.tile_tokens and tiling is not None:  # such layers are not compiled
-        tile = min(tokens, chosen.tile_tokens)
-        rest = tiling.rest_bytes_per_token * tokens
-        in_tiles = rest + 2 * chosen.input_bytes + int(RECOMPUTE_FACTOR * tiling.mlp_bytes_per_token * tile)
-        return own + max(in_tiles + 4 * tiling.elems, int(RECOMPUTE_FACTOR * rest))
-    saved, widest = terms.sizes.saved_bytes_per_token, terms.sizes.widest_bytes_per_token
-    held = max(COMPILED_WIDEST * widest, COMPILED_KEPT * saved + COMPILED_BEYOND * widest)
-    each = held if terms.compiled_layers else RECOMPUTE_FACTOR * saved
-    return int(each * tokens) + own
-
-
-def _head_bytes(chosen: MemoryPlan, *, terms: Terms, chunk: int) -> int:
-    sizes = terms.sizes
-    tokens = chosen.micro_batch * chosen.seq_len
-    in_bf16 = sizes.stem.bf16_elems > 0
-    each = COMPILED_LOGIT_BYTES if terms.compiled else CHUNK_LOGIT_BYTES
-    logits = chunk * each if tokens > chunk and in_bf16 else min(tokens, chunk) * WHOLE_LOGIT_BYTES
-    return logits * sizes.vocab_size + max(sizes.stem.param_bytes, sizes.tail.param_bytes)
-
-
-def _head_chunk(chosen: MemoryPlan, *, terms: Terms) -> int:
-    sizes = terms.sizes
-    room = chosen.device_limit.bytes if chosen.device_limit else chosen.host_limit.bytes
-    most = max(room * HEAD_SHARE, _backward_bytes(chosen, terms=terms))
-    ends = sliced_ends(chosen, sizes=sizes)
-    if ends is not None:
-        fixed = ends.fixed_bytes(step_tokens=chosen.micro_batch * chosen.micro_batches * chosen.seq_len)
-        most = max(room * HEAD_SHARE, _backward_bytes(chosen, terms=terms) - fixed)
-        sliced = (c for c in SLICED_CHUNKS if ends.chunk_bytes(c, logit_bytes=_logit_bytes(sizes)) <= most)
-        return next(sliced, SLICED_CHUNKS[-1])
-    fitting = (chunk for chunk in HEAD_CHUNKS if _head_bytes(chosen, terms=terms, chunk=chunk) <= most)
-    return next(fitting, HEAD_CHUNKS[-1])
-
-
-def largest(layers: Sequence[UnitSizes]) -> UnitSizes:
-    """No layer has more of anything than this made-up one: layers of several kinds share slots and buffers."""
-    return replace(
-        layers[0],
-        name="largest layer",
-        elems=max(u.elems for u in layers),
-        bf16_elems=max(u.bf16_elems for u in layers),
-        streamed_bytes=max(u.streamed_bytes for u in layers),
-        param_bytes=max(u.param_bytes for u in layers),
-        params=max(u.params for u in layers),
-    )
+        return elems, streamed
+    return max(elems, experts.group_elems), max(streamed, experts.group_bytes)

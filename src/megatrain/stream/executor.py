@@ -18,12 +18,11 @@ import torch
 from megatrain.host.gradient import UnitGradient
 from megatrain.host.store import HostStore
 from megatrain.model.batch import MicroBatch
-from megatrain.stream.activations import ActivationStore, DeviceActivations, HostActivations
-from megatrain.stream.attention import KeptAttention
 from megatrain.stream.device import Device, StreamName
 from megatrain.stream.ends import Ends, WholeEnds
 from megatrain.stream.experts import LayerParts
 from megatrain.stream.grads import GradientRing
+from megatrain.stream.layer_runs import LayerRuns
 from megatrain.stream.resident import ResidentUnits
 from megatrain.stream.ring import Updates, WeightRing, WeightSlot
 from megatrain.stream.running import Numbers, RunningStep
@@ -71,9 +70,9 @@ class StreamingExecutor:
         )
         buffers = geometry.grad_buffers if len(self._resident.units) < len(store.units) else 0
         self._gradients = GradientRing(device, buffers=buffers, buffer_bytes=self._layers.param_bytes)
-        self._activations = self._allocate_activations()
-        layers = sorted(index + 1 for index in model.attention_layers)
-        self._attention = KeptAttention.of(geometry, device=device, arena=store.arena, layers=layers)
+        self._layer_runs = LayerRuns(
+            model, store=store, device=device, geometry=geometry, parts=self._layers, ends=self._ends
+        )
         self._numbers = Numbers(device)
         self._tail = store.tail.unit.index
         model.outer_buffers_to(device.torch_device)
@@ -89,17 +88,6 @@ class StreamingExecutor:
         if geometry.resident:
             raise ValueError("a head in slices needs all units to stream")
         return SlicedEnds(model, store=store, device=device, geometry=geometry, layers=layers)
-
-    def _allocate_activations(self) -> ActivationStore:
-        geometry = self._geometry
-        if not geometry.load_buffers:
-            return DeviceActivations()
-        rows = {
-            (layer.unit.index, m): self._store.arena.take(geometry.input_bytes, pinned=True)
-            for layer in self._store.layers
-            for m in range(geometry.micro_batches)
-        }
-        return HostActivations(self._device, rows=rows, places=geometry.load_buffers)
 
     def _make_plan(self, micro_batches: int, train: bool) -> tuple[Op, ...]:
         shape = StepShape(
@@ -157,8 +145,7 @@ class StreamingExecutor:
     def close(self) -> None:
         """Give the device's memory back; nothing can run here any more."""
         self._model.unbind_outer()
-        del self._resident, self._layers, self._ends, self._sums, self._ring, self._gradients
-        del self._activations, self._attention
+        del self._resident, self._layers, self._ends, self._sums, self._ring, self._gradients, self._layer_runs
 
     def _run(self, plan: Sequence[Op], step: RunningStep) -> None:
         training = any(op.do is Do.BACKWARD for op in plan)
@@ -178,17 +165,17 @@ class StreamingExecutor:
             case Do.EMBED:
                 self._embed(step, m, training=training)
             case Do.SAVE:
-                self._activations.save((op.unit, m), step.hidden_of(m))
+                self._layer_runs.save(step, op.unit, m)
             case Do.ROUTE:
-                self._layers.route(step, op, self._acquire(step, op.unit), hidden=step.hidden_of(m))
+                self._layer_runs.route(step, op, m, slot=self._acquire(step, op.unit))
             case Do.REROUTE:
-                self._reroute(step, op, m)
+                self._layer_runs.reroute(step, op, m, slot=self._acquire(step, op.unit))
             case Do.MIX | Do.UNMIX:
                 self._layers.mix(step, op, self._acquire(step, op.unit, op.part))
             case Do.FORWARD:
-                self._forward(step, op.unit, m, training=training)
+                self._layer_runs.forward(step, op.unit, m, slot=self._acquire(step, op.unit), training=training)
             case Do.KEEP:
-                self._forward(step, op.unit, m, keep_graph=True)
+                self._layer_runs.forward(step, op.unit, m, slot=self._acquire(step, op.unit), keep_graph=True)
             case Do.AUX:
                 step.aux = self._model.aux_loss(step.passes, grad=True)
             case Do.LSE | Do.SLOPE:
@@ -196,11 +183,9 @@ class StreamingExecutor:
             case Do.LOSS:
                 self._loss(step, m, training=training)
             case Do.LOAD:
-                if self._geometry.load_buffers:
-                    self._activations.load((op.unit, m))
-                self._attention.load((op.unit, m))
+                self._layer_runs.load(op.unit, m)
             case Do.BACKWARD:
-                self._backward(step, op.unit, m)
+                self._layer_runs.backward(step, op.unit, m, slot=self._acquire(step, op.unit))
             case Do.UNEMBED:
                 self._unembed(step, m)
             case Do.OFFLOAD if op.part is not None and op.unit != self._tail:
@@ -240,30 +225,7 @@ class StreamingExecutor:
         one = self._model.begin(self._upload(batch), grad=training, documents=documents)
         step.passes.append(one)
         step.hidden.append(one.hidden.contiguous())
-        self._activations.computed((1, m))
-
-    def _forward(
-        self, step: RunningStep, unit: int, m: int, *, training: bool = False, keep_graph: bool = False
-    ) -> None:
-        """training: what the backward needs is kept, so far as it is not recomputed; a kept graph holds it itself."""
-        key, one, slot = (unit, m), step.passes[m], self._acquire(step, unit)
-        weights, hidden = slot.views((unit, None), self._layers.layout(unit)), step.hidden_of(m)
-        if training and not self._geometry.load_buffers:
-            self._activations.save(key, hidden)
-        attention = training and self._attention.on and unit - 1 in self._model.attention_layers
-        writes = (f"hidden{(unit + 1, m)}", *((f"attention{key}",) if attention else ()))
-        reads = (slot.name, f"hidden{key}")
-        self._device.touch(f"forward({unit},{m})", on=StreamName.COMPUTE, reads=reads, writes=writes)
-        out = one.forward(unit - 1, weights, hidden, keep_graph=keep_graph, keep_attention=attention)
-        step.hidden[m] = out.contiguous()
-        self._activations.computed((unit + 1, m))
-        if attention:
-            self._attention.save(key, one.take_attention(unit - 1))
-
-    def _reroute(self, step: RunningStep, op: Op, m: int) -> None:
-        key = (op.unit, m)
-        self._layers.route(step, op, self._acquire(step, op.unit), hidden=self._activations.take(key)[0])
-        self._activations.put_back(key)
+        self._layer_runs.computed(1, m)
 
     def _loss(self, step: RunningStep, m: int, *, training: bool) -> None:
         self._acquire(step, self._tail)
@@ -278,31 +240,6 @@ class StreamingExecutor:
         self._device.touch(f"{op.do.value}({op.part},{m})", on=StreamName.COMPUTE, reads=reads)
         see = self._ends.measure if op.do is Do.LSE else self._ends.differentiate
         see(step, m, part=op.part, slot=slot)
-
-    def _backward(self, step: RunningStep, unit: int, m: int) -> None:
-        slot = self._acquire(step, unit)
-        layout, total = self._layers.layout(unit), self._sums[unit]
-        if m == 0:
-            total.open()
-        gradient = step.gradient[m]
-        assert gradient is not None
-        self._device.touch(f"backward({unit},{m})", on=StreamName.COMPUTE, reads=(slot.name,))
-        kept = unit >= self._tail - self._geometry.kept
-        hidden = None if kept else self._activations.take((unit, m))[0]
-        step.gradient[m], own = step.passes[m].backward(
-            unit - 1,
-            slot.views((unit, None), layout),
-            hidden,
-            gradient,
-            accumulate=self._ends.accumulate,
-            attention=self._attention.take((unit, m)),
-        )
-        if not kept:
-            self._activations.drop((unit, m))
-        self._attention.drop((unit, m))
-        for entry, value in zip(layout.params, own, strict=True):
-            if value is not None:
-                total.add(entry.name, value)
 
     def _unembed(self, step: RunningStep, m: int) -> None:
         if m == 0 and not self._model.anatomy.stem_shared:
