@@ -203,3 +203,16 @@ def test_four_layers_of_mixtral_take_as_long_as_on_an_h200(vram: int, groups: in
     found = estimate(four, plan=plan, rates=rates, tokens=65_536)
     assert found.step_s == pytest.approx(step_s, rel=0.125)
     assert found.light_s < step_s
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7, 24, 100, 257])
+def test_every_way_to_cut_a_step_into_equal_parts_is_tried_once(batch: int) -> None:
+    tried = [plan.micro_batch for plan in cuts(job(SEVEN_B, batch=batch, seq=2048, vram=24 * GIB))]
+    rows = {-(-batch // parts) for parts in range(1, batch + 1)}
+    assert list(dict.fromkeys(tried)) == sorted((n for n in rows if n <= 8), reverse=True)
+
+
+def test_a_step_of_any_size_is_planned_in_no_time() -> None:
+    """A search through every number of parts would not come back."""
+    plan = attempt(job(SEVEN_B, batch=10**15, seq=2048, vram=24 * GIB))
+    assert plan.micro_batches * plan.micro_batch >= 10**15

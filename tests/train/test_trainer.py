@@ -207,6 +207,20 @@ def test_skip_touches_nothing_and_counts(tmp_path: Path, spoiled: FakeNumbers) -
     assert int(run.store.stem.steps[0]) == 4
 
 
+@pytest.mark.parametrize(("steps", "most", "reached"), [(3, 25, 3), (9, 4, 5)])
+def test_nothing_but_skipped_steps_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, most: int, reached: int
+) -> None:
+    monkeypatch.setattr("megatrain.train.nonfinite.SKIPS", most)
+    run = stage(tmp_path, epochs=None, steps=steps, nonfinite="skip")
+    first = 1 if steps == 3 else 2  # every step; or one is good, and four in a row are not
+    run.executor.spoil |= dict.fromkeys(range(first, steps + 1), FakeNumbers(math.nan, 1.0))
+    with pytest.raises(NonFinite, match="one after the other, and none of them touched a weight"):
+        run.train()
+    assert run.trainer.state.step == reached
+    assert [line["step"] for line in run.lines if line["kind"] == "save"] == [reached], "and what is left is saved"
+
+
 def test_a_step_that_is_not_finite_says_where(tmp_path: Path) -> None:
     run = stage(tmp_path, epochs=1, nonfinite="skip")
     run.executor.spoil[3] = FakeNumbers(2.0, math.inf)

@@ -154,10 +154,8 @@ def _micro_batches(job: Job) -> Iterator[int]:
     if not isinstance(stated, str):
         yield min(stated, batch_size)
         return
-    last = 0
-    most = max(1, USEFUL_TOKENS // job.seq_len)
-    for parts in range(-(-batch_size // most), batch_size + 1):
+    rows = max(1, USEFUL_TOKENS // job.seq_len) + 1
+    while rows > 1:
+        parts = -(-batch_size // (rows - 1))  # the fewest with fewer rows than before
         rows = -(-batch_size // parts)
-        if rows != last:
-            yield rows
-        last = rows
+        yield rows

@@ -57,7 +57,7 @@ def plan_run(recipe: Recipe, *, config: PretrainedConfig, resumed: MemoryPlan | 
     """
     device, name, memory = _open_device(recipe)
     on_cuda = memory is not None
-    ways = _ways(recipe, device=device, name=name)
+    ways = _ways(recipe, device=device, name=name, on_cuda=on_cuda)
     model = StreamedModel.build(
         ModelSpec(
             config=config,
@@ -135,10 +135,8 @@ def _device_kernel(device: Device) -> DeviceKernel | None:
         return None
 
 
-def _ways(recipe: Recipe, *, device: Device, name: str) -> Ways:
-    if not isinstance(device, CudaDevice):
-        return Ways.of(recipe, on_cuda=False)
-    capability = device_capability(device.torch_device)
+def _ways(recipe: Recipe, *, device: Device, name: str, on_cuda: bool) -> Ways:
+    capability = device_capability(device.torch_device) if isinstance(device, CudaDevice) else None
     if (words := words_for_old(name=name, capability=capability)) is not None:
         warnings.warn(words, stacklevel=2)
-    return Ways.of(recipe, on_cuda=True, capability=capability)
+    return Ways.of(recipe, on_cuda=on_cuda, capability=capability)

@@ -8,17 +8,16 @@ the end needs all weights at rest, and drains the worker first.
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import suppress
 
-from megatrain.errors import NonFinite
 from megatrain.optim.lr import learning_rate
 from megatrain.optim.worker import OptimizerFailed
 from megatrain.report.events import EvalReport, SaveReport, SkipReport, StepReport
 from megatrain.report.journal import Journal
 from megatrain.report.process import host_peak_bytes
 from megatrain.stream.step import StepNumbers
+from megatrain.train import nonfinite
 from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.gate import SaverFailed
 from megatrain.train.intervals import Interval
@@ -58,6 +57,7 @@ class Trainer:
         self._eval_every = Interval(self._train.eval_every)
         self._rows: StepRows | None = None  # of the next step, cut while the device was busy
         self._watch = LossWatch()
+        self._skips = 0  # since the last finite step
         self._reminds_at = None if self._train.save_every else state.step + 3
         # Begun or complete. Nothing is new yet: a fresh start has nothing to save, a resume has it on disk.
         self._saved_step: int | None = state.step
@@ -133,6 +133,7 @@ class Trainer:
         run.gate.submit(gradient.unit for gradient in output.gradients if gradient.resident is None)
         run.worker.submit(after.step, output.gradients, lr=lr, clip=clip)
         self.state = after.counted(tokens=rows.tokens, supervised_tokens=rows.supervised, loss=numbers.loss)
+        self._skips = 0
         step_s = time.perf_counter() - begin_s
         self._report(numbers, rows=rows, lr=lr, step_s=step_s)
         if self.state.step == self._reminds_at:
@@ -197,16 +198,10 @@ class Trainer:
 
     def _nonfinite(self, numbers: StepNumbers, *, fault: Fault, rows: StepRows, after: TrainState, lr: float) -> None:
         """The gradients stay where they are: no weight and no moment sees them."""
-        name = "loss" if not math.isfinite(numbers.loss) else "gradient norm"
-        reason = f"the {name} is {numbers.loss if name == 'loss' else numbers.grad_norm}"
+        reason = nonfinite.describe(numbers, fault=fault)
         if self._train.nonfinite == "stop":
             self._save_now()
-            kept = f"the state after step {self.state.step} is saved" if self.state.step else "nothing was trained yet"
-            raise NonFinite(
-                f"{reason}, {fault}; no weight was touched, and {kept}",
-                where=f"step {after.step} (step {self.state.index + 1} of epoch {self.state.epoch + 1})",
-                hint="lower optimizer.lr, look at these rows, or go on without such steps: train.nonfinite=skip",
-            )
+            raise nonfinite.stopped(reason, state=self.state, step=after.step)
         self.state = after.counted(tokens=rows.tokens, supervised_tokens=rows.supervised, loss=None)
         self._journal.write(
             SkipReport(
@@ -218,11 +213,15 @@ class Trainer:
                 lr=lr,
                 tokens=rows.tokens,
                 supervised_tokens=rows.supervised,
-                reason=f"{reason}, {fault}",
+                reason=reason,
                 rows=fault.rows,
                 layers=fault.units,
             )
         )
+        self._skips += 1
+        if nonfinite.too_many(self._skips, state=self.state, total_steps=self.total_steps):
+            self._save_now()
+            raise nonfinite.given_up(reason, skips=self._skips, step=after.step)
 
     # -- between steps ------------------------------------------------------------------------------------
 
