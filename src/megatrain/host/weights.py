@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,9 @@ from megatrain.host.mapping import CheckpointMap, Placement, map_checkpoint
 from megatrain.host.source import Source, fetch, has_weights, locate
 from megatrain.host.store import HostStore, HostUnit
 from megatrain.host.tensor_file import PIECE_BYTES, StoredTensor, forget, opened, read_into
+from megatrain.model.anatomy import Unit
 
-__all__ = ["fetch", "has_weights", "load_pretrained"]
+__all__ = ["check_pretrained", "fetch", "has_weights", "load_pretrained"]
 
 Progress = Callable[[int, int], None]
 """Called with bytes read and bytes in all."""
@@ -47,6 +48,12 @@ def load_pretrained(
         _computed(store, mapping, source=found, fds=fds)
         pieces = sorted(_pieces(store, mapping, source=found), key=lambda p: (p.stored.path, p.offset))
         _run(pieces, fds=fds, threads=threads or min(16, len(os.sched_getaffinity(0))), progress=progress)
+
+
+def check_pretrained(source: Path, *, units: Sequence[Unit], meta_model: Any) -> None:
+    """Raise what `load_pretrained` would for names, shapes and dtypes, from the files' headers; of the values only
+    those of tensors that must be equal are read."""
+    map_checkpoint(locate(source), units=units, meta_model=meta_model)
 
 
 @dataclass(frozen=True)

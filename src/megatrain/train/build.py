@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -12,7 +13,7 @@ from megatrain.data.loader import Loader
 from megatrain.data.prepare import Prepared
 from megatrain.host.initial import init_random
 from megatrain.host.store import HostStore
-from megatrain.host.weights import fetch, load_pretrained
+from megatrain.host.weights import check_pretrained, fetch, load_pretrained
 from megatrain.optim.adamw import AdamW
 from megatrain.optim.kernel import load_kernel
 from megatrain.optim.worker import OptimizerWorker
@@ -163,6 +164,14 @@ def _fill(store: HostStore, planned: Planned, *, progress: Callable[[int, int], 
         return
     source = fetch(model_path(recipe), revision=recipe.model.revision)
     load_pretrained(store, source=source, meta_model=planned.model.meta_model, progress=progress)
+
+
+def check_weights(planned: Planned) -> None:
+    """Raise what reading a folder's weights would, as far as their headers tell. What is on a hub stays there."""
+    folder = Path(model_path(planned.recipe))
+    if planned.recipe.model.init == "pretrained" and folder.is_dir():
+        model = planned.model
+        check_pretrained(folder, units=model.anatomy.units, meta_model=model.meta_model)
 
 
 def _optimizer(planned: Planned, *, store: HostStore) -> AdamW:

@@ -22,7 +22,7 @@ from megatrain.report.journal import Journal
 from megatrain.report.metrics import MetricsLog
 from megatrain.report.process import host_peak_bytes, versions
 from megatrain.report.sinks import open_sinks
-from megatrain.train.build import build_run
+from megatrain.train.build import build_run, check_weights
 from megatrain.train.checkpoint import (
     Checkpoint,
     give_up_after,
@@ -69,6 +69,8 @@ class Session:
             return {"status": "dry-run", "exit_code": 0, "finished": True}
         prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
         check_planned_room(prospect, rundir=self.rundir, start=start, warn=self._console.warn)
+        if not start.candidates:
+            check_weights(prospect.planned)
         plan = prospect.planned.plan
         return {
             "status": "dry-run",
