@@ -68,6 +68,11 @@ def test_plain_progress_is_told_only_when_it_takes_long() -> None:
     assert told[0] == "weights: 10 %"
     assert 4 <= len(told) <= 6
     assert "weights: 100 %" not in told
+    before = len(stream.getvalue().splitlines())
+    for done in range(10):  # a second time without a phase of its own, as evaluations come
+        time_s = 200.0 + 10 * done
+        console.progress("evaluating", done=done, total=10)
+    assert stream.getvalue().splitlines()[before:] == [f"evaluating: {10 * n} %" for n in range(1, 10)]
 
 
 def test_quiet_keeps_the_warnings() -> None:

@@ -77,6 +77,8 @@ class PlainConsole:
 
     def progress(self, text: str, *, done: int, total: int) -> None:
         tenth = 10 * done // total if total else 10
+        if done == 0:
+            self._told_tenth = 0
         if self._told_tenth < tenth < 10 and self._now() - self._told_s >= _PROGRESS_S:
             self._told_tenth = tenth
             self._say(f"{text}: {10 * tenth} %")

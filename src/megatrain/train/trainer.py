@@ -233,9 +233,10 @@ class Trainer:
     def _evaluate(self) -> None:
         """Mean loss over the evaluation rows. An interrupt leaves it out: the resumed run makes up for it."""
         begin_s, loss, tokens = time.perf_counter(), 0.0, 0
-        for group in self._run.eval_batches:
+        for number, group in enumerate(self._run.eval_batches):
             if self._stop.requested:
                 return
+            self._journal.console.progress("evaluating", done=number, total=len(self._run.eval_batches))
             group_loss, group_tokens = self._run.executor.evaluate(group)
             loss, tokens = loss + group_loss, tokens + group_tokens
         if not tokens:
