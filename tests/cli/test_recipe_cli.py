@@ -314,3 +314,11 @@ def test_failures_of_the_machine(
 def test_results_with_numbers_that_json_does_not_have_are_a_bug() -> None:
     with pytest.raises(ValueError, match="JSON"):
         emit({"loss": float("nan")})
+
+
+def test_a_closed_stdout_is_no_bug_of_ours() -> None:
+    command = [sys.executable, "-m", "megatrain", "recipe", "list"]
+    done = subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, timeout=60, check=False, preexec_fn=lambda: os.close(1)
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -42,7 +42,8 @@ def guarded(*, json: bool) -> Iterator[Guard]:
     guard = Guard()
     try:
         yield guard
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it may have been closed before we came
+            sys.stdout.flush()
     except MegatrainError as error:
         _fail(error, json=json)
     except KeyboardInterrupt:
