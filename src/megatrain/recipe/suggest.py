@@ -71,6 +71,9 @@ _NOT_NEEDED = {
     "load_in_4bit": "full fine-tuning does not quantise the weights",
     "adapter": "this trains every weight; there are no adapters",
     "lora_r": "this trains every weight; there are no adapters",
+    "lora": "this trains every weight; there are no adapters",
+    "peft": "this trains every weight; there are no adapters",
+    "quantization": "full fine-tuning does not quantise the weights",
     "fsdp": "weights stream from host memory; there is nothing to shard",
     "deepspeed": "weights stream from host memory; there is nothing to configure",
 }
