@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -159,6 +160,25 @@ def test_what_does_not_fit_is_a_result_with_advice_and_exit_code_3(
     tight = estimated(capsys, folder, "train.batch_size=4096", vram="1GiB", host="64GiB")
     assert tight["exit_code"] == 3
     assert any("train.batch_size 4096 -> " in line for line in tight["advice"])
+
+
+@pytest.mark.parametrize(("recipe", "host"), [("llama3-8b", 109), ("qwen2.5-7b", 103)])
+def test_the_machine_that_is_advised_is_the_least_that_is_enough(
+    recipe: str, host: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def on(size: str) -> dict[str, Any]:
+        run(None, recipe=recipe, vram="24GiB", host=size)
+        found = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert isinstance(found, dict)
+        return found
+
+    found = on(f"{host}GiB")
+    assert found["exit_code"] == 3
+    assert found["host"]["total_bytes"] < (host + 1) << 30
+    (advised,) = re.findall(r"a machine with (\S+)GiB of host memory: enough", "\n".join(found["advice"]))
+    assert host < float(advised) <= host + 1
+    assert on(f"{advised}GiB")["fits"] is True
+    assert on(f"{0.98 * float(advised)}GiB")["fits"] is False
 
 
 def test_the_smaller_of_two_ceilings_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
