@@ -19,11 +19,12 @@ from megatrain.errors import ModelError, UsageError
 from megatrain.model.user_cache import cache_folder
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.disk import SPARE_BYTES
-from megatrain.recipe import load_recipe
+from megatrain.recipe import load_recipe, shipped_recipes
 from megatrain.train import machine
 from megatrain.train.model_config import read_config
 from megatrain.train.planning import plan_run
 from megatrain.train.structure import collector_paused
+from megatrain.units import parse_size
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,6 +40,7 @@ CONFIG = {
     "dtype": "float32",
 }
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
+RECIPES = Path(__file__).parents[2] / "recipes"
 PARTS = ("host", "device", "disk")
 
 
@@ -160,6 +162,26 @@ def test_what_does_not_fit_is_a_result_with_advice_and_exit_code_3(
     tight = estimated(capsys, folder, "train.batch_size=4096", vram="1GiB", host="64GiB")
     assert tight["exit_code"] == 3
     assert any("train.batch_size 4096 -> " in line for line in tight["advice"])
+
+
+LARGE = ("llama3-8b", "llama3-70b", "qwen2.5-7b", "qwen2.5-32b", "qwen3-14b")
+STATED = re.compile(r"about ([\d,]+ GB) \(([\d,]+ GiB)\) of host memory")
+
+
+def test_every_recipe_that_fills_a_gpu_states_its_host_memory() -> None:
+    assert {name for name in shipped_recipes() if load_recipe(name, overrides=[]).memory.vram != "auto"} == set(LARGE)
+
+
+@pytest.mark.parametrize("recipe", LARGE)
+def test_the_host_memory_that_a_recipe_states_is_what_it_needs(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stated = STATED.search((RECIPES / f"{recipe}.yaml").read_text())
+    assert stated is not None
+    vram = load_recipe(recipe, overrides=[]).memory.vram
+    for said in stated.groups():
+        size = parse_size(said.replace(",", ""))
+        assert run(None, recipe=recipe, vram=str(vram), host=str(size)) == 0
+        assert run(None, recipe=recipe, vram=str(vram), host=str(int(0.97 * size))) == 3
+    capsys.readouterr()
 
 
 @pytest.mark.parametrize(("recipe", "host"), [("llama3-8b", 109), ("qwen2.5-7b", 103)])
