@@ -240,6 +240,29 @@ def test_a_disk_without_room_for_a_checkpoint_does_not_fit(
     assert estimated(capsys, folder)["exit_code"] == 3
 
 
+@pytest.mark.parametrize("described", [{"host": "8GiB"}, {"vram": "24GiB"}])
+def test_the_disk_of_another_machine_is_not_this_ones(
+    described: dict[str, str], folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "disk_free", lambda path: 1)
+    found = estimated(capsys, folder, **described)
+    assert found["limits"]["disk_bytes"] is None
+    assert found["disk"]["total_bytes"] > 0
+    assert found["fits"] is True
+    assert any("whose disk is not known" in line for line in found["assumed"])
+    run(folder, json=False, **described)
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("disk: "))
+    assert " of " not in line
+
+
+def test_the_disk_of_this_machine_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert estimated(capsys, folder)["limits"]["disk_bytes"] > 0
+    run(folder, json=False)
+    text = capsys.readouterr().out
+    assert "(free where output.dir is)" in text
+    assert "whose disk is not known" not in text
+
+
 def test_the_largest_that_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = estimated(capsys, folder, vram="24GiB", host="64GiB", largest=True)["max"]
     assert found["batch_size"] > found["micro_batch"] > 1

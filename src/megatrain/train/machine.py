@@ -50,7 +50,7 @@ class Machine:
     ways: Ways
     limits: Limits
     rates: Rates
-    disk_free_bytes: int  # on the volume of output.dir, here
+    disk_free_bytes: int | None  # on the volume of output.dir; None: another machine's, which nobody knows
     elsewhere: bool
     assumed: tuple[str, ...]  # for people
 
@@ -79,7 +79,7 @@ def find_machine(recipe: Recipe, described: Described) -> Machine:
         ways=ways,
         limits=limits,
         rates=_rates(described, gpu=gpu, threads=threads, examined=examined),
-        disk_free_bytes=disk_free(Path(recipe.output.dir)),
+        disk_free_bytes=None if described.elsewhere else disk_free(Path(recipe.output.dir)),
         elsewhere=described.elsewhere,
         assumed=(
             *_assumed(described, on_cuda=on_cuda, ways=ways),
@@ -151,6 +151,8 @@ def _assumed(described: Described, *, on_cuda: bool, ways: Ways) -> tuple[str, .
         said.append(f"{taken} where the recipe leaves them open, {layers}")
     if described.host is not None:
         said.append(f"{format_size(described.host)} of host memory (--host), some of it left to the system")
+    if described.elsewhere:
+        said.append("another machine, whose disk is not known: nothing is said of what is free where output.dir is")
     return tuple(said)
 
 
