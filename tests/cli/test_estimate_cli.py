@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.disk import SPARE_BYTES
 from megatrain.recipe import load_recipe, shipped_recipes
 from megatrain.train import machine
+from megatrain.train.examination import Examination, keep_examination
+from megatrain.train.gpus import GpuFacts
 from megatrain.train.model_config import read_config
 from megatrain.train.planning import plan_run
 from megatrain.train.structure import collector_paused
@@ -58,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 
 def run(model: Path | None, *overrides: str, **options: Any) -> int:
     given: dict[str, Any] = {"model": None if model is None else str(model), "overrides": overrides, "json": True}
-    given |= {"vram": None, "host": None, "link": None, "cores": None, "largest": False}
+    given |= {"gpu": None, "vram": None, "host": None, "link": None, "cores": None, "largest": False}
     return estimate_command.run(options.pop("recipe", None), **given | options)
 
 
@@ -238,6 +241,69 @@ def test_a_disk_without_room_for_a_checkpoint_does_not_fit(
     assert estimated(capsys, folder, "train.save_every=30 min")["fits"] is True
     monkeypatch.setattr(machine, "disk_free", lambda path: one + export + SPARE_BYTES - 1)
     assert estimated(capsys, folder)["exit_code"] == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "tflops"),
+    [
+        ("RTX 4090", "RTX 4090", 165),
+        ("4090", "RTX 4090", 165),
+        ("a6000", "RTX A6000", 155),
+        ("NVIDIA GeForce RTX 3080", "RTX 3080", 60),
+        ("RTX 3090", "RTX 3090", 71),
+        ("RTX 4080", "RTX 4080", 98),
+        ("RTX 5090", "RTX 5090", 210),
+        ("L4", "L4", 121),
+    ],
+)
+def test_a_named_gpu_is_as_fast_as_its_data_sheet_says(
+    name: str, known: str, tflops: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "\n".join(estimated(capsys, folder, gpu=name, vram="24GiB", host="64GiB")["assumed"])
+    assert f"{known} on which this process may take 24.0 GiB" in said
+    assert f"70% of {tflops} TFLOP/s (data sheet)" in said
+    assert "--gpu" not in said
+
+
+def test_a_gpu_without_a_name_is_a_guess_and_a_faster_one_is_faster(capsys: pytest.CaptureFixture[str]) -> None:
+    def rate(**gpu: str) -> float:
+        found = estimated(capsys, SHAPES / "qwen2.5-7b", vram="24GiB", host="128GiB", **gpu)
+        assert any("--gpu says which" in line for line in found["assumed"]) == (not gpu)
+        return float(found["speed"]["tokens_per_s"])
+
+    assert rate(gpu="RTX 3090") < rate() < rate(gpu="RTX 4090")
+
+
+def test_what_doctor_measured_with_another_gpu_does_not_count(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = GpuFacts(0, "NVIDIA H200", "580.1", 141 << 30, 140 << 30, 5, 5, 16, 16)
+    monkeypatch.setattr(machine, "read_gpu", lambda index: here)
+    rates = {"copy_bytes_per_s": 9e10, "update_params_per_s": 3e9, "link_in_bytes_per_s": 55e9}
+    both = {"link_out_bytes_per_s": 54e9, "link_duplex_bytes_per_s": 51e9}
+    assert keep_examination(Examination(platform.node(), here.name, 14, "avx512", **rates, **both))
+    assert any("measured by megatrain doctor" in line for line in estimated(capsys, folder)["assumed"])
+    other = estimated(capsys, folder, gpu="RTX 4090", vram="24GiB")["assumed"]
+    assert not any("measured by megatrain doctor" in line for line in other)
+    assert any("link 25 GB/s (PCIe 4 x16 assumed)" in line for line in other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        ({"gpu": "RTX 9999", "vram": "24GiB"}, "RTX 9999", "RTX 4090"),
+        ({"gpu": "RTX 4090 Laptop GPU", "vram": "16GiB"}, "Laptop", "RTX 4090"),
+        ({"gpu": "RTX 4090"}, "how much of its memory", "--vram"),
+    ],
+)
+def test_a_gpu_must_be_known_and_its_memory_given(
+    options: dict[str, str], message: str, hint: str, folder: Path
+) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        run(folder, **options)
+    assert (caught.value.where, caught.value.exit_code) == ("--gpu", 2)
+    assert caught.value.hint is not None
+    assert hint in caught.value.hint
 
 
 @pytest.mark.parametrize("described", [{"host": "8GiB"}, {"vram": "24GiB"}])

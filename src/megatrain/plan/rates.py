@@ -99,6 +99,11 @@ def known_gpu(name: str) -> Gpu | None:
     return None
 
 
+def named_gpu(name: str) -> Gpu | None:
+    """As a person names it: "4090" and "A6000" are cards of the RTX line. None if there is none here."""
+    return known_gpu(name) or known_gpu(f"RTX {name}")
+
+
 def assumed_rates(
     gpu: str | None, *, cores: int, link_bytes: float | None = None, host_bytes: float | None = None
 ) -> Rates:
