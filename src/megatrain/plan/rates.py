@@ -115,7 +115,7 @@ def assumed_rates(
     moved = "stated" if host_bytes else f"assumed for {cores} cores"
     if gpu is None:
         flops = cores * CPU_CORE_FLOPS
-        source = f"products {flops / 1e9:.0f} GFLOP/s and memory {host / 1e9:.0f} GB/s, {moved}"
+        source = f"products {flops / 1e9:.0f} GFLOP/s, and AdamW moves {host / 1e9:.0f} GB/s of memory, {moved}"
         return Rates("CPU", None, flops, flops, host, host, host, host / 2, host, cores, source)
     sheet = known_gpu(gpu)
     card = sheet or UNKNOWN_GPU
@@ -135,6 +135,6 @@ def assumed_rates(
         cores=cores,
         source=(
             f"{MATMUL_SHARE:.0%} of {card.peak_flops / 1e12:.0f} TFLOP/s ({origin}), "
-            f"link {link / 1e9:.0f} GB/s ({crossed}), host memory {host / 1e9:.0f} GB/s ({moved})"
+            f"link {link / 1e9:.0f} GB/s ({crossed}), AdamW moves {host / 1e9:.0f} GB/s of host memory ({moved})"
         ),
     )
