@@ -134,10 +134,12 @@ def _size(size: int) -> str:
 
 
 def _short(found: Estimate) -> str:
-    plan = found.plan
+    plan, lacks = found.plan, []
     if plan.device_limit is not None and not plan.device_fits:
-        return f"the device lacks {_size(plan.device_total - plan.device_limit.bytes)}"
-    return f"host memory lacks {_size(plan.host_total - plan.host_limit.bytes)}"
+        lacks.append(f"the device lacks {format_size(plan.device_total - plan.device_limit.bytes)}")
+    if plan.host_total > plan.host_limit.bytes:
+        lacks.append(f"host memory lacks {_size(plan.host_total - plan.host_limit.bytes)}")
+    return " and ".join(lacks)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {"purposes": purposes, "published": published, "by_host": by_host}

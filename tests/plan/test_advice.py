@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from megatrain.errors import DoesNotFit
 from megatrain.plan.advice import Advice, advise
-from megatrain.plan.cutting import attempt, smallest
+from megatrain.plan.cutting import attempt, nearest
 from megatrain.plan.disk import MANY, SPARE_BYTES, DiskNeeds
 from megatrain.plan.explain import explain
-from megatrain.plan.hardware import HostMemory, Limit
-from megatrain.plan.job import Job
+from megatrain.plan.hardware import DeviceMemory, HostMemory, Limit
+from megatrain.plan.job import Job, Limits
 from megatrain.plan.largest import find_largest, scaled
 from megatrain.plan.memory import decide
 from megatrain.plan.preflight import disk_shortage, page_lock_warning
+from megatrain.units import parse_size
 from plan.jobs import GIB, SEVEN_B, TINY, job, limits
 
 
@@ -23,6 +25,15 @@ def advice_for(unfit: Job) -> dict[str, Advice]:
     short = attempt(unfit)
     assert not short.fits
     return {a.change: a for a in advise(unfit, short=short)}
+
+
+def at_host(machine: Limits, size: int) -> Limits:
+    return replace(machine, host=replace(machine.host, limit=Limit(size, "MemTotal")))
+
+
+def advised_host(hint: str) -> int:
+    (size,) = re.findall(r"a machine with (\S+) of host memory", hint)
+    return parse_size(size)
 
 
 def test_bf16_moments_save_four_bytes_a_parameter() -> None:
@@ -45,12 +56,13 @@ def test_every_change_that_is_called_enough_makes_it_fit_and_no_other_does() -> 
     assert attempt(replace(unfit, seq_len=length)).fits == shorter.enough
 
 
-def test_savings_are_those_of_the_smallest_plans() -> None:
-    unfit = job(limits=limits(100 * GIB, vram=24 * GIB), batch=64)
+def test_savings_are_those_of_the_nearest_plans() -> None:
+    unfit = job(limits=limits(104 * GIB, vram=24 * GIB), batch=64)
     halves = next(a for name, a in advice_for(unfit).items() if name.startswith("train.batch_size 64 -> "))
     rows = int(halves.change.rpartition(" ")[2])
+    assert halves.enough
     assert halves.saves > 0
-    assert halves.saves == smallest(unfit).host_total - smallest(replace(unfit, batch_size=rows)).host_total
+    assert halves.saves == nearest(unfit).host_total - nearest(replace(unfit, batch_size=rows)).host_total
 
 
 def test_changes_that_are_enough_come_first_and_then_by_what_they_save() -> None:
@@ -88,7 +100,60 @@ def test_when_no_single_change_is_enough_the_message_says_so() -> None:
     with pytest.raises(DoesNotFit) as caught:
         decide(both)
     assert caught.value.hint is not None
+    assert "the device needs" in str(caught.value)
+    assert "; and host memory of" in str(caught.value)
     assert "no single change is enough" in caught.value.hint
+    (device,) = re.findall(r"raise memory.vram to (\S+) together with a machine with", caught.value.hint)
+    assert attempt(job(limits=at_host(machine, advised_host(caught.value.hint)), vram=parse_size(device))).fits
+
+
+@pytest.mark.parametrize("vram", [16, 24, 100])
+def test_a_refusal_quotes_the_nearest_plan_and_the_least_machine_that_is_enough(vram: int) -> None:
+    """Also where activations fit on the device, so that the least of the device is not what misses by least."""
+    enough = next(n for n in range(90, 130) if attempt(job(limits=limits(n * GIB, vram=vram * GIB))).fits)
+    tight = limits((enough - 1) * GIB, vram=vram * GIB)
+    with pytest.raises(DoesNotFit) as caught:
+        decide(job(limits=tight))
+    (quoted,) = re.findall(r"host memory of (\S+) GiB is needed", str(caught.value))
+    assert enough - 1 < float(quoted) <= enough
+    assert caught.value.hint is not None
+    advised = advised_host(caught.value.hint)
+    assert advised <= enough * GIB
+    assert attempt(job(limits=at_host(tight, advised))).fits
+    assert not attempt(job(limits=at_host(tight, int(0.98 * advised)))).fits
+
+
+@pytest.mark.parametrize(
+    ("host", "vram", "batch"), [(100, 24, 64), (99, 24, 32), (113, 24, 64), (104, 8, 32), (128, 6, 32)]
+)
+def test_a_change_is_enough_when_it_saves_all_that_is_missing_and_only_then(host: int, vram: int, batch: int) -> None:
+    unfit = job(limits=limits(host * GIB), vram=vram * GIB, batch=batch)
+    short = attempt(unfit)
+    assert short.device_limit is not None
+    missing = max(0, short.host_total - short.host_limit.bytes) + max(0, short.device_total - vram * GIB)
+    changes = [a for a in advise(unfit, short=short) if a.saves]
+    assert changes
+    assert all(a.enough == (a.saves >= missing) for a in changes)
+
+
+def test_where_both_are_short_a_machine_with_both_is_advised() -> None:
+    unfit = job(limits=limits(99 * GIB, vram=24 * GIB), vram=24 * GIB)
+    (joint,) = (a for a in advise(unfit, short=attempt(unfit)) if a.joint)
+    device, host = (parse_size(size) for size in re.findall(r"[0-9.]+GiB", joint.change))
+    assert device < 25 * GIB
+    assert host < 103 * GIB
+    for of_device, of_host, fits in ((1, 1, True), (0.98, 1, False), (1, 0.98, False)):
+        machine = limits(int(of_host * host), vram=int(of_device * device))
+        assert attempt(job(limits=machine, vram=int(of_device * device))).fits == fits
+
+
+def test_a_larger_device_is_advised_where_it_takes_the_activations() -> None:
+    unfit = job(limits=limits(104 * GIB, vram=8 * GIB))
+    (change,) = (name for name, a in advice_for(unfit).items() if name.startswith("a device with ") and not a.joint)
+    size = parse_size(change.split()[3])
+    for share, fits in ((1.0, True), (0.98, False)):
+        card = DeviceMemory(int(share * size), int(share * size), "cuda:0")
+        assert attempt(job(limits=replace(unfit.limits, device=card), vram=int(share * size))).fits == fits
 
 
 def test_a_container_is_named_in_the_hint() -> None:
@@ -227,3 +292,9 @@ def test_a_scaled_model_grows_with_the_cube_of_its_scale() -> None:
     assert sum(u.elems for u in double.layers) == pytest.approx(8 * sum(u.elems for u in SEVEN_B.layers), rel=1e-3)
     assert double.stem.elems == pytest.approx(2 * SEVEN_B.stem.elems, rel=1e-3)
     assert scaled(TINY, 0.01).layers
+
+
+def test_a_device_that_others_hold_whole_is_an_answer_too() -> None:
+    card = DeviceMemory(24 * GIB, 0, "cuda:0")
+    found = advice_for(job(limits=replace(limits(), device=card)))
+    assert any(name.startswith("free the device of other programs") for name in found)

@@ -55,7 +55,7 @@ def test_they_have_the_parameters_of_their_models(hub_id: str) -> None:
 def test_a_shipped_recipe_is_estimated_without_the_hub_and_says_by_which_config(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options: dict[str, Any] = {"model": None, "overrides": (), "link": None, "cores": 16, "largest": False}
+    options: dict[str, Any] = {"gpu": None, "model": None, "overrides": (), "link": None, "cores": 16, "largest": False}
     for _ in range(2):  # the second time from the sizes that were kept
         assert estimate_command.run("smollm2-135m", vram="24GiB", host="64GiB", json=True, **options) == 0
         found = json.loads(capsys.readouterr().out)

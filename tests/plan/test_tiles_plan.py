@@ -8,7 +8,7 @@ import pytest
 from jobs import GIB, SEVEN_B, job, limits
 
 from megatrain.model.sizes_types import TileSizes
-from megatrain.plan.cutting import TILE_TOKENS, attempt, smallest
+from megatrain.plan.cutting import TILE_TOKENS, attempt, nearest
 from megatrain.plan.explain import explain
 from megatrain.plan.job import Job
 from megatrain.plan.largest import find_largest, scaled
@@ -56,9 +56,9 @@ def test_a_run_that_goes_on_stays_as_it_was() -> None:
     assert attempt(long(262_144, resumed=replace(whole, tile_tokens=4096))).tile_tokens == 4096
 
 
-def test_the_smallest_plan_has_tiles() -> None:
-    assert smallest(long(1 << 21)).tile_tokens == TILE_TOKENS
-    assert smallest(long(4096)).tile_tokens == 0
+def test_the_nearest_plan_has_tiles() -> None:
+    assert nearest(long(1 << 21)).tile_tokens == TILE_TOKENS
+    assert nearest(long(4096)).tile_tokens == 0
 
 
 def test_the_longest_row_is_longer_with_tiles() -> None:

@@ -185,7 +185,11 @@ def test_on_a_machine_without_a_gpu_the_host_half_is_done(
     assert doctor_command.run(json=False) == 0
     text = capsys.readouterr().out
     assert "only the host was examined" in text
-    assert "AdamW" in text
+    kept = find_examination(None)
+    assert kept is not None
+    moved = f"{UPDATE_BYTES * kept.update_params_per_s / 1e9:.1f} GB/s"
+    assert f"it moves {moved}" in text
+    assert f"AdamW moves {moved} of host memory" in kept.improve(assumed_rates(None, cores=2)).source
 
 
 # --- the driver's library ------------------------------------------------------------------------------------

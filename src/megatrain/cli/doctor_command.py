@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatrain.cli.output import emit
+from megatrain.train.examination import UPDATE_BYTES
 from megatrain.units import format_size
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def _text(found: Diagnosis, *, kept: bool) -> str:
         f"memory    {format_size(found.memory.limit.bytes)} ({found.memory.limit.source}), "
         f"{format_size(found.memory.available.bytes)} free ({found.memory.available.source})",
         f"copies    {_rate(seen.copy_bytes_per_s)} read and written in host memory, {seen.threads} threads",
-        f"AdamW     {seen.update_params_per_s / 1e9:.2f} G parameters/s, kernel {seen.isa}, {seen.threads} threads",
+        f"AdamW     {seen.update_params_per_s / 1e9:.2f} G parameters/s: it moves "
+        f"{_rate(UPDATE_BYTES * seen.update_params_per_s)}, kernel {seen.isa}, {seen.threads} threads",
     ]
     lines += [f"slow:     {line}" for line in found.findings] or ["nothing is slow that should not be"]
     lines.append(f"measured in {found.seconds:.1f} s" + (", kept for estimate-memory" if kept else ""))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatrain.cli.output import emit
 from megatrain.errors import UsageError
+from megatrain.plan.rates import GPUS, named_gpu
 from megatrain.recipe import Recipe, load_recipe
 from megatrain.train.machine import Described
 from megatrain.units import parse_rate, parse_size
@@ -24,6 +25,7 @@ def run(
     *,
     model: str | None,
     overrides: Sequence[str],
+    gpu: str | None,
     vram: str | None,
     host: str | None,
     link: str | None,
@@ -37,6 +39,7 @@ def run(
         host=_number(host, option="--host", parse=parse_size),
         link=_number(link, option="--link", parse=parse_rate),
         cores=cores,
+        gpu=_gpu(gpu, vram=vram),
     )
     loaded = _recipe(recipe, model=model, overrides=overrides)
     from megatrain.train.estimate import estimate_memory
@@ -62,6 +65,21 @@ def _number(text: str | None, *, option: str, parse: Callable[[str], int]) -> in
     if found <= 0:
         raise UsageError("nothing fits into 0 bytes", where=option)
     return found
+
+
+def _gpu(name: str | None, *, vram: str | None) -> str | None:
+    """The name of a GPU in the table of rates. Its memory must be given: a card of one name comes in several sizes."""
+    if name is None:
+        return None
+    known = named_gpu(name)
+    if known is None:
+        names = ", ".join(gpu.name for gpu in GPUS)
+        raise UsageError(f"`{name}` is not a GPU whose speed is known here", where="--gpu", hint=f"one of {names}")
+    if vram is None:
+        raise UsageError(
+            "how much of its memory may be taken is not known", where="--gpu", hint="add --vram SIZE, e.g. --vram 24GiB"
+        )
+    return known.name
 
 
 def _recipe(recipe: str | None, *, model: str | None, overrides: Sequence[str]) -> Recipe:

@@ -134,6 +134,10 @@ def estimate_memory(
     recipe: MaybeRecipe = None,
     model: ModelOption = None,
     overrides: SetOption = [],  # noqa: B006
+    gpu: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--gpu", metavar="NAME", help="Plan for this GPU, e.g. 'RTX 4090': how fast it is."),
+    ] = None,
     vram: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option("--vram", metavar="SIZE", help="Plan for a GPU of which so much may be taken, e.g. 24GiB."),
@@ -158,6 +162,7 @@ def estimate_memory(
             recipe,
             model=model,
             overrides=overrides,
+            gpu=gpu,
             vram=vram,
             host=host,
             link=link,

@@ -22,7 +22,7 @@ whole."""
 
 
 def attempt(job: Job) -> MemoryPlan:
-    """The best plan that fits; if none does, the smallest (`fits` is then False).
+    """The best plan that fits; if none does, the nearest (`fits` is then False).
 
     The head is cut into slices only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS can so be
     made twice as large: slices cost a second product with the head. Experts come in groups only where nothing fits
@@ -36,7 +36,7 @@ def attempt(job: Job) -> MemoryPlan:
         if chosen.fits or _host_is_short(chosen):
             break
         chosen = _sliced(job, groups=groups, tile=0)
-    return spend(chosen, job=job) if chosen.fits else smallest(job)
+    return spend(chosen, job=job) if chosen.fits else nearest(job)
 
 
 def _sliced(job: Job, *, groups: int, tile: int) -> MemoryPlan:
@@ -52,14 +52,35 @@ def _sliced(job: Job, *, groups: int, tile: int) -> MemoryPlan:
     return chosen
 
 
-def smallest(job: Job) -> MemoryPlan:
-    """The plan that takes least, whether it fits or not."""
-    slices = HEAD_SLICES[-1] if _may_slice(job) and not job.resumed else _resumed_slices(job)
+def nearest(job: Job) -> MemoryPlan:
+    """The plan that misses its limits by least, each in shares of itself; of equals, the least of the simplest.
+
+    One row at once takes least of the device, and as much of the host as many do. Where the layers' inputs wait, slices
+    of the head, groups and tiles move bytes between the two or free some, so each is looked at.
+    """
     few, *_, many = (_resumed_groups(job), *_group_counts(job), max((0, *_group_counts(job))))
     tiles = (_resumed_tile(job), TILE_TOKENS) if _may_tile(job) else (_resumed_tile(job),)
     ways = dict.fromkeys([*((groups, 0) for groups in (few, many)), *((0, tile) for tile in tiles)])
-    lasts = [list(cuts(job, slices=slices, groups=groups, tile=tile))[-1] for groups, tile in ways]
-    return lasts[0] if _host_is_short(lasts[0]) else min(lasts, key=lambda plan: plan.device_total)
+    slices = (0, HEAD_SLICES[-1]) if _may_slice(job) and not job.resumed else (_resumed_slices(job),)
+    *_, rows = _micro_batches(job)
+
+    def least(groups: int, tile: int) -> MemoryPlan:
+        plans = (
+            _one_cut(job, micro_batch=rows, activations=place, slices=count, groups=groups, tile=tile)
+            for count in slices
+            for place in _places(job)
+        )
+        return min(plans, key=lambda plan: (_missed(plan), plan.device_total + plan.host_total))
+
+    return min((least(groups, tile) for groups, tile in ways), key=_missed)
+
+
+def _missed(plan: MemoryPlan) -> float:
+    """What lacks of each limit, as a share of it, summed up; 0 for a plan that fits."""
+    pairs = [(plan.host_total, plan.host_limit)]
+    if plan.device_limit is not None:
+        pairs.append((plan.device_total, plan.device_limit))
+    return sum(max(0, needed - limit.bytes) / max(1, limit.bytes) for needed, limit in pairs)
 
 
 def _host_is_short(chosen: MemoryPlan) -> bool:
@@ -115,12 +136,15 @@ def _first(job: Job, *, slices: int, groups: int, tile: int) -> MemoryPlan:
 
 def cuts(job: Job, *, slices: int = 0, groups: int = 0, tile: int = 0) -> Iterator[MemoryPlan]:
     """Every plan with such slices of the head, groups of experts and tiles that is considered, best first."""
-    memory = job.memory
-    places = ("device", "host") if memory.activations == "auto" else (memory.activations,)
-    rows = _micro_batches(job)
-    for micro_batch in [job.resumed.micro_batch] if job.resumed and isinstance(memory.micro_batch, str) else rows:
-        for place in places:
+    for micro_batch in _micro_batches(job):
+        for place in _places(job):
             yield _one_cut(job, micro_batch=micro_batch, activations=place, slices=slices, groups=groups, tile=tile)
+
+
+def _places(job: Job) -> tuple[str, ...]:
+    """Where the layers' inputs may wait, best first."""
+    wanted = job.memory.activations
+    return ("device", "host") if wanted == "auto" else (wanted,)
 
 
 def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int, groups: int, tile: int) -> MemoryPlan:
@@ -149,10 +173,16 @@ def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int, group
 
 
 def _micro_batches(job: Job) -> Iterator[int]:
-    """Rows at once, best first: every distinct way to cut the step into equal parts, none beyond the useful size."""
+    """Rows at once, best first: every distinct way to cut the step into equal parts, none beyond the useful size.
+
+    One alone where it is stated, or where a run goes on as it was cut.
+    """
     stated, batch_size = job.memory.micro_batch, job.batch_size
     if not isinstance(stated, str):
         yield min(stated, batch_size)
+        return
+    if job.resumed:
+        yield job.resumed.micro_batch
         return
     rows = max(1, USEFUL_TOKENS // job.seq_len) + 1
     while rows > 1:

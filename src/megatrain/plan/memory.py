@@ -22,7 +22,7 @@ def decide(job: Job) -> MemoryPlan:
     """The plan of a run on this machine, now. Raises DoesNotFit with the numbers and what to change."""
     chosen = attempt(job)
     if not chosen.fits:
-        raise does_not_fit(job, smallest=chosen)
+        raise does_not_fit(job, short=chosen)
     shortage = unavailable(chosen, job=job)
     if shortage is not None:
         raise shortage

@@ -99,6 +99,11 @@ def known_gpu(name: str) -> Gpu | None:
     return None
 
 
+def named_gpu(name: str) -> Gpu | None:
+    """As a person names it: "4090" and "A6000" are cards of the RTX line. None if there is none here."""
+    return known_gpu(name) or known_gpu(f"RTX {name}")
+
+
 def assumed_rates(
     gpu: str | None, *, cores: int, link_bytes: float | None = None, host_bytes: float | None = None
 ) -> Rates:
@@ -110,7 +115,7 @@ def assumed_rates(
     moved = "stated" if host_bytes else f"assumed for {cores} cores"
     if gpu is None:
         flops = cores * CPU_CORE_FLOPS
-        source = f"products {flops / 1e9:.0f} GFLOP/s and memory {host / 1e9:.0f} GB/s, {moved}"
+        source = f"products {flops / 1e9:.0f} GFLOP/s, and AdamW moves {host / 1e9:.0f} GB/s of memory, {moved}"
         return Rates("CPU", None, flops, flops, host, host, host, host / 2, host, cores, source)
     sheet = known_gpu(gpu)
     card = sheet or UNKNOWN_GPU
@@ -130,6 +135,6 @@ def assumed_rates(
         cores=cores,
         source=(
             f"{MATMUL_SHARE:.0%} of {card.peak_flops / 1e12:.0f} TFLOP/s ({origin}), "
-            f"link {link / 1e9:.0f} GB/s ({crossed}), host memory {host / 1e9:.0f} GB/s ({moved})"
+            f"link {link / 1e9:.0f} GB/s ({crossed}), AdamW moves {host / 1e9:.0f} GB/s of host memory ({moved})"
         ),
     )

@@ -14,32 +14,39 @@ MOST = 4
 """Changes named in one hint, and half as many that help but are not enough."""
 
 
-def does_not_fit(job: Job, *, smallest: MemoryPlan) -> DoesNotFit:
-    return DoesNotFit(shortage(smallest), hint=hint(advise(job, short=smallest)))
+def does_not_fit(job: Job, *, short: MemoryPlan) -> DoesNotFit:
+    """`short`: the plan that comes nearest."""
+    return DoesNotFit(shortage(short), hint=hint(advise(job, short=short)))
 
 
-def shortage(smallest: MemoryPlan) -> str:
-    """Which memory is short in a plan that does not fit, and what takes it."""
-    device_limit = smallest.device_limit
-    if device_limit is not None and not smallest.device_fits:
-        return (
-            f"the device needs {gib(smallest.device_total)} and may use {gib(device_limit.bytes)} "
-            f"({device_limit.source}), with {cut(smallest)}: {table(smallest.device)}"
+def shortage(short: MemoryPlan) -> str:
+    """Which memory is short in a plan that does not fit, or that both are, and what takes it."""
+    said, device_limit = [], short.device_limit
+    if device_limit is not None and not short.device_fits:
+        said.append(
+            f"the device needs {gib(short.device_total)} and may use {gib(device_limit.bytes)} "
+            f"({device_limit.source}), with {cut(short)}: {table(short.device)}"
         )
-    purposes = smallest.host | ({"compute": smallest.device_total} if smallest.on_cpu else {})
-    return (
-        f"host memory of {gib(smallest.host_total)} is needed and {gib(smallest.host_limit.bytes)} may be used "
-        f"({smallest.host_limit.source}), with {cut(smallest)}: {table(purposes)}"
-    )
+    if short.host_total > short.host_limit.bytes:
+        purposes = short.host | ({"compute": short.device_total} if short.on_cpu else {})
+        said.append(
+            f"host memory of {gib(short.host_total)} is needed and {gib(short.host_limit.bytes)} may be used "
+            f"({short.host_limit.source}), with {cut(short)}: {table(purposes)}"
+        )
+    return "; and ".join(said)
 
 
 def hint(advice: Sequence[Advice]) -> str:
     """The changes in one line."""
-    enough = [str(a) for a in advice if a.enough][:MOST]
+    enough = [a for a in advice if a.enough]
+    named = [str(a) for a in enough][:MOST]
     helps = [str(a) for a in advice if not a.enough and a.saves]
     if not enough:
         return f"no single change is enough; what helps most: {', '.join(helps[:MOST])}" if helps else _LAST
-    first = f"this is enough: {enough[0]}" if len(enough) == 1 else f"one of these is enough: {', or '.join(enough)}"
+    if all(a.joint for a in enough):
+        first = f"no single change is enough, but this is: {named[0]}"
+    else:
+        first = f"this is enough: {named[0]}" if len(named) == 1 else f"one of these is enough: {', or '.join(named)}"
     return f"{first}; what also helps: {', '.join(helps[: MOST // 2])}" if helps else first
 
 

@@ -40,8 +40,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        enough = self.machine.elsewhere or self.disk_needs.least <= self.machine.disk_free_bytes
-        return self.plan.fits and enough
+        free = self.machine.disk_free_bytes
+        return self.plan.fits and (free is None or self.disk_needs.least <= free)
 
     @property
     def disk(self) -> dict[str, int]:
@@ -49,10 +49,8 @@ class Estimate:
 
     @property
     def disk_trouble(self) -> str | None:
-        """Another machine's disk is not known, and none of its business."""
-        if self.machine.elsewhere:
-            return None
-        return disk_shortage(self.disk_needs, free=self.machine.disk_free_bytes)
+        free = self.machine.disk_free_bytes
+        return None if free is None else disk_shortage(self.disk_needs, free=free)
 
     @cached_property
     def advice(self) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class Examination:
     def improve(self, rates: Rates) -> Rates:
         """Assumed rates with what was measured in their place."""
         host = UPDATE_BYTES * self.update_params_per_s
-        source = f"host memory {host / 1e9:.0f} GB/s"
+        source = f"AdamW moves {host / 1e9:.1f} GB/s of host memory"
         if self.link_in_bytes_per_s and self.link_out_bytes_per_s and self.link_duplex_bytes_per_s:
             rates = replace(
                 rates,

@@ -21,15 +21,22 @@ from megatrain.units import format_size
 ASSUMED_CORES = 16
 """Of a machine whose memory is described and whose cores are not: this one's would say nothing about it."""
 
+UNNAMED = "--vram"
+"""Of a GPU that is described by its memory alone."""
+
 
 @dataclass(frozen=True)
 class Described:
-    """A machine that is not this one, as far as it is described: bytes, bytes per second, cores."""
+    """A machine that is not this one, as far as it is described: bytes, bytes per second, cores.
+
+    gpu: as plan/rates.py names it; its memory is then described too, for that table has none.
+    """
 
     vram: int | None = None
     host: int | None = None
     link: int | None = None
     cores: int | None = None
+    gpu: str | None = None
 
     @property
     def elsewhere(self) -> bool:
@@ -50,7 +57,7 @@ class Machine:
     ways: Ways
     limits: Limits
     rates: Rates
-    disk_free_bytes: int  # on the volume of output.dir, here
+    disk_free_bytes: int | None  # on the volume of output.dir; None: another machine's, which nobody knows
     elsewhere: bool
     assumed: tuple[str, ...]  # for people
 
@@ -65,7 +72,8 @@ def find_machine(recipe: Recipe, described: Described) -> Machine:
     ways = Ways.of(recipe, on_cuda=on_cuda, capability=capability)
     stated = recipe.memory.threads
     threads = _threads(described, stated=stated if isinstance(stated, int) else None)
-    examined = None if described.counted_cores else find_examination(here.name if on_cuda and here else None)
+    measured_with = here.name if on_cuda and here and described.gpu is None else None
+    examined = None if described.counted_cores else find_examination(measured_with)
     limits = Limits(
         host=host,
         device=device,
@@ -79,10 +87,10 @@ def find_machine(recipe: Recipe, described: Described) -> Machine:
         ways=ways,
         limits=limits,
         rates=_rates(described, gpu=gpu, threads=threads, examined=examined),
-        disk_free_bytes=disk_free(Path(recipe.output.dir)),
+        disk_free_bytes=None if described.elsewhere else disk_free(Path(recipe.output.dir)),
         elsewhere=described.elsewhere,
         assumed=(
-            *_assumed(described, on_cuda=on_cuda, ways=ways),
+            *_assumed(described, gpu=gpu, on_cuda=on_cuda, ways=ways),
             _cores(described, threads=threads),
         ),
     )
@@ -105,8 +113,8 @@ def _gpu_here(recipe: Recipe) -> GpuFacts | None:
 
 def _device(described: Described, *, here: GpuFacts | None) -> DeviceMemory:
     if described.vram is not None:
-        name = here.name if here is not None and here.total_bytes >= described.vram else "--vram"
-        return DeviceMemory(described.vram, described.vram, name)
+        ours = here.name if here is not None and here.total_bytes >= described.vram else UNNAMED
+        return DeviceMemory(described.vram, described.vram, described.gpu or ours)
     assert here is not None
     return DeviceMemory(here.total_bytes, here.free_bytes, here.name)
 
@@ -134,12 +142,13 @@ def _rates(described: Described, *, gpu: str | None, threads: int, examined: Exa
     return examined.improve(assumed)
 
 
-def _assumed(described: Described, *, on_cuda: bool, ways: Ways) -> tuple[str, ...]:
+def _assumed(described: Described, *, gpu: str | None, on_cuda: bool, ways: Ways) -> tuple[str, ...]:
     said = []
     if described.vram is not None:
+        which = "; --gpu says which GPU, and so how fast" if gpu == UNNAMED else ""
         said.append(
-            f"a GPU on which this process may take {format_size(described.vram)} (--vram, a ceiling as memory.vram is; "
-            "of a whole card, auto takes 90 %)"
+            f"{described.gpu or 'a GPU'} on which this process may take {format_size(described.vram)} (--vram, a "
+            f"ceiling as memory.vram is; of a whole card, auto takes 90 %){which}"
         )
     elif not on_cuda:
         said.append(f"the CPU of {platform.node() or 'this machine'} computes: no GPU is used (--vram plans for one)")
@@ -151,6 +160,8 @@ def _assumed(described: Described, *, on_cuda: bool, ways: Ways) -> tuple[str, .
         said.append(f"{taken} where the recipe leaves them open, {layers}")
     if described.host is not None:
         said.append(f"{format_size(described.host)} of host memory (--host), some of it left to the system")
+    if described.elsewhere:
+        said.append("another machine, whose disk is not known: nothing is said of what is free where output.dir is")
     return tuple(said)
 
 
