@@ -188,6 +188,17 @@ def test_a_plan_explains_itself() -> None:
     assert "recompute nothing" in everything
 
 
+def test_on_a_cpu_there_is_no_device_to_speak_of() -> None:
+    asked = job(TINY, limits=limits(16 * GIB, vram=None), batch=4, seq=64, can_reside=False)
+    said = "\n".join(explain(attempt(asked), job=asked))
+    assert "the inputs of the 4 layers wait in memory: " in said
+    assert "the device" not in said
+    with pytest.raises(DoesNotFit) as caught:
+        decide(replace(asked, limits=limits(256 << 20, vram=None)))
+    assert "activations in memory: " in str(caught.value)
+    assert "the device" not in str(caught.value)
+
+
 # --- page-locking and disk -----------------------------------------------------------------------------------
 
 

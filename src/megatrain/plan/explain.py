@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatrain.plan.accounting import MemoryPlan, grouped_experts
 from megatrain.plan.cutting import USEFUL_TOKENS
 from megatrain.plan.job import Job
-from megatrain.plan.words import gib
+from megatrain.plan.words import gib, place
 
 
 def explain(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
@@ -37,7 +37,7 @@ def _cut(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
 def _activations(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     layers = len(job.sizes.layers)
     if plan.activations == "device":
-        return (f"the inputs of the {layers} layers wait on the device: {gib(plan.device['activations'])}",)
+        return (f"the inputs of the {layers} layers wait {place(plan)}: {gib(plan.device['activations'])}",)
     size = gib(plan.host.get("activations", 0))
     reason = "as memory.activations says" if job.memory.activations == "host" else "the device has no room for them"
     return (f"the inputs of the {layers} layers wait in host memory ({size}): {reason}",)

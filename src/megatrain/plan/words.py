@@ -18,7 +18,12 @@ def gib(size: int) -> str:
 def cut(chosen: MemoryPlan) -> str:
     """ "8 rows of 2048 tokens at once and activations on the device"."""
     rows = "1 row" if chosen.micro_batch == 1 else f"{chosen.micro_batch} rows"
-    return f"{rows} of {chosen.seq_len} tokens at once and activations on the {chosen.activations}"
+    return f"{rows} of {chosen.seq_len} tokens at once and activations {place(chosen)}"
+
+
+def place(chosen: MemoryPlan) -> str:
+    """Where activations wait; a CPU is no device beside its memory."""
+    return "in memory" if chosen.on_cpu else f"on the {chosen.activations}"
 
 
 def table(purposes: Mapping[str, int]) -> str:

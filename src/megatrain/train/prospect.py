@@ -15,6 +15,7 @@ from megatrain.optim.lr import warmup_steps
 from megatrain.plan.accounting import MemoryPlan
 from megatrain.plan.explain import explain
 from megatrain.plan.preflight import page_lock_warning
+from megatrain.plan.words import place
 from megatrain.recipe import Recipe
 from megatrain.report.console import Console
 from megatrain.report.process import versions
@@ -151,7 +152,7 @@ def _describe(prospect: Prospect, *, start: Start, console: Console) -> None:
     planned = prospect.planned
     console.note(
         f"{planned.device_name}: micro-batches of {plan.micro_batch}, {plan.slots} weight slots, "
-        f"activations on the {plan.activations}, {plan.threads} optimizer threads, "
+        f"activations {place(plan)}, {plan.threads} optimizer threads, "
         f"{format_size(plan.host_total)} of host memory"
         + (f", {format_size(plan.device_total)} of VRAM" if not plan.on_cpu else "")
     )
