@@ -92,6 +92,12 @@ def test_a_very_long_line(tmp_path: Path) -> None:
         ('{\n "text": "a"\n}\n{\n "text": "b"\n}\n', [1, 4]),
         ('{"version": 1,\n "data": [{"text": "a"}, {"text": "b"}]}', [1, 1]),
         ('{"data": [{"text": "a"}, {"text": "b"}]}\n', [1, 1]),
+        ('[{"text": "a"}]\n[{"text": "b"}]\n', [1, 2]),
+        ('[{"text": "a"}][{"text": "b"}]', [1, 1]),
+        ('[\n {\n  "text": "a"\n }\n]\n[\n {\n  "text": "b"\n }\n]\n', [2, 7]),
+        ('[{"text": "a"}] {"text": "b"}', [1, 1]),
+        ('{\n "text": "a"\n}\n[{"text": "b"}]', [1, 4]),
+        ('[]\n[{"text": "a"}, {"text": "b"}]', [2, 2]),
     ],
 )
 def test_every_usual_form_of_json(tmp_path: Path, content: str, lines: list[int]) -> None:
@@ -115,6 +121,12 @@ def test_one_row_of_messages_is_no_list_of_rows(tmp_path: Path, indent: int | No
         ('[{"text": "a"},\n {"text" "b"}]', ":2", "':' delimiter at column 10"),
         ('[{"text": "a"}\n {"text": "b"}]', ":2", r"expected ',' or '\]'"),
         ('[{"text": "a"},', ":1", "the list is not closed"),
+        ('[{"text": "a"}] x', ":1", "neither a list nor an object follows the end of the one before at column 17"),
+        ('[{"text": "a"}]\n]', ":2", "neither a list nor an object follows"),
+        ('[{"text": "a"}]\n,[{"text": "b"}]', ":2", "neither a list nor an object follows"),
+        ('{\n "text": "a"\n}\n5', ":4", "neither a list nor an object follows"),
+        ('[{"text": "a"}]\n[{"text": "b"}', ":2", r"expected ',' or '\]'"),
+        ('[{"text": "a"}]\n{"text": ', ":2", "Expecting value at column 10"),
     ],
 )
 def test_a_broken_json_document_says_where(tmp_path: Path, content: str, where: str, what: str) -> None:

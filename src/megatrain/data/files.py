@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.data.documents import read_json
 from megatrain.data.folders import files_in, has_magic, matching
-from megatrain.data.lines import read_json, read_jsonl, read_txt
+from megatrain.data.lines import read_jsonl, read_txt
 from megatrain.data.records import Record
 from megatrain.data.tables import read_arrow, read_csv, read_hub, read_parquet
 from megatrain.errors import DataError
