@@ -214,6 +214,26 @@ def test_values_that_make_no_sense(write: Write, overrides: list[str], message: 
     assert message in refusal(write(MINIMAL), overrides=overrides).message
 
 
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("model_type=gpt2", "model.path"),
+        ("architectures=[Foo]", "model.path"),
+        ("dtype=float16", "output.export_dtype"),
+        ("torch_dtype=float16", "train.precision"),
+        ("attn_implementation=eager", "model.attention is meant"),
+        ("id2label={0: a}", "a classifier"),
+    ],
+)
+def test_overrides_that_would_change_nothing_are_refused_with_what_is_meant(
+    write: Write, override: str, hint: str
+) -> None:
+    error = refusal(write(MINIMAL), overrides=[f"model.config.{override}"])
+    key = f"model.config.{override.partition('=')[0]}"
+    assert (error.where, error.message) == (f"--set {key}", f"{key}: would change nothing")
+    assert hint in str(error.hint)
+
+
 def test_checks_across_keys_are_silent_while_one_of_them_is_malformed(write: Write) -> None:
     error = refusal(write(MINIMAL), overrides=["train.steps=x", "train.epochs=null"])
     assert error.message == "train.steps: must be a whole number, not `x`"
