@@ -141,6 +141,25 @@ class TestBadRows:
             prepared(path)
         assert "columns: {prompt: question, completion: answer}" in str(caught.value.hint)
 
+    @pytest.mark.parametrize(
+        ("name", "content", "hint"),
+        [
+            ("r.jsonl", '{"text": "a"\n{"text": \n', "mend the file"),
+            ("r.csv", "text,n\na\nb\n", "mend the file"),
+            ("r.jsonl", b'{"text": "\xff"}\n', "mend the file"),
+            ("r.jsonl", '{"text": null}\n{"text": null}\n', "mend the rows"),
+            ("r.jsonl", '{broken\n{"title": "a"}\n{"title": "b"}\n', "say which columns are meant"),
+            ("r.jsonl", '{"title": "a"}\n{broken\n{"text"\n', "mend the file"),
+        ],
+    )
+    def test_what_to_do_follows_from_the_most_frequent_reason(
+        self, tmp_path: Path, name: str, content: str | bytes, hint: str
+    ) -> None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(DataError, match="0 usable of") as caught:
+            prepared(str(tmp_path / name))
+        assert str(caught.value.hint).startswith(hint)
+
     def test_one_useless_source_among_several_is_an_error_too(self, tmp_path: Path) -> None:
         good = write_jsonl(tmp_path / "good.jsonl", [chat("q", "a")])
         bad = write_jsonl(tmp_path / "bad.jsonl", [{"title": "t"}])

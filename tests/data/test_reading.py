@@ -162,6 +162,27 @@ def test_tsv_and_packed_files(tmp_path: Path) -> None:
     assert values(tmp_path / "r.jsonl.gz") == ["z"]
 
 
+@pytest.mark.parametrize("name", ["r.jsonl", "r.json", "r.csv", "r.txt"])
+@pytest.mark.parametrize(
+    ("content", "what", "hint"),
+    [
+        (gzip.compress(b'{"text": "a"}\n'), "packed with gzip", "end in .gz"),
+        ('{"text": "a"}\n'.encode("utf-16"), "UTF-16", "iconv"),
+        ('{"text": "a"}\n'.encode("utf-16-le"), "UTF-16", "iconv"),
+        ('{"text": "a"}\n'.encode("utf-16-be"), "UTF-16", "iconv"),
+        (b"PK\x03\x04\x14\0\0\0", "a zip archive", "unpack it"),
+    ],
+)
+def test_a_file_that_is_no_text_is_told_as_what_it_is(
+    tmp_path: Path, name: str, content: bytes, what: str, hint: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"is {what}") as caught:
+        records(tmp_path / name)
+    assert caught.value.where == str(tmp_path / name)
+    assert hint in str(caught.value.hint)
+
+
 @pytest.mark.parametrize("name", ["r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.txt.gz"])
 @pytest.mark.parametrize("damage", ["cut off", "flipped", "not packed"])
 def test_a_damaged_packed_file_is_our_error(tmp_path: Path, name: str, damage: str) -> None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.data.records import Refusal, Tally
+from megatrain.data.records import Cause, Refusal, Tally
 from megatrain.errors import DataError
 
 _SHOWN = 5
+_HINTS = {
+    Cause.FILE: "mend the file, or write it again in UTF-8: .jsonl and .json hold objects, the rows of .csv "
+    "and .tsv as many fields as the header",
+    Cause.COLUMNS: "say which columns are meant, e.g. columns: {prompt: question, completion: answer}",
+    Cause.VALUES: "mend the rows, or choose another format, columns, train_on or max_seq_len",
+}
 
 
 @dataclass
@@ -44,12 +50,8 @@ class SourceAccount:
         first = self.refused.first or self.long.first
         if not self.used:
             reason = f"; the first: {first[0]}" if first else ""
-            if not first:
-                hint = "the source holds no rows"
-            elif self.format is None:
-                hint = "say which columns are meant, e.g. columns: {prompt: question, completion: answer}"
-            else:
-                hint = "mend the rows, or choose another format, columns, train_on or max_seq_len"
+            causes = self.refused.causes.most_common(1)
+            hint = _HINTS[causes[0][0] if causes else Cause.VALUES] if first else "the source holds no rows"
             return DataError(f"0 usable of {self.read} rows{reason}", where=self.path, hint=hint)
         shown = "".join(f"\n  {refusal}" for refusal in first[:_SHOWN])
         more = f"\n  and {self.refused.count - _SHOWN} more" if self.refused.count > _SHOWN else ""

@@ -22,17 +22,37 @@ from megatrain.units import format_size
 BEYOND_JSON = (RecursionError, ValueError)  # nested a thousand times; a number of more than 4,300 digits
 BOM = b"\xef\xbb\xbf"
 _LONGEST_LINE = 2**30
+_PACKED = "unpack it, and give the path of what is in it"
+_UTF_16 = "write it again as UTF-8, e.g. with iconv -f UTF-16 -t UTF-8"
+_NO_TEXT = (
+    (b"\x1f\x8b", "packed with gzip, which its name does not say", "let the name end in .gz, or unpack it"),
+    (b"PK\x03\x04", "a zip archive (as .xlsx and .docx files are)", _PACKED),
+    (b"\xfd7zXZ\0", "packed with xz", _PACKED),
+    (b"\x28\xb5\x2f\xfd", "packed with zstd", _PACKED),
+    (b"\xff\xfe", "UTF-16, not UTF-8", _UTF_16),
+    (b"\xfe\xff", "UTF-16, not UTF-8", _UTF_16),
+)
+"""How files begin that are no text in UTF-8, what they are, and what to do about it."""
 
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked if its name ends in .gz. What fails within, now or later, is a DataError."""
+    """The bytes of a file of text, unpacked if its name ends in .gz. What fails within is a DataError."""
     try:
         with gzip.open(path, "rb") if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            _check_text(bytes(file.peek(8)[:8]), where=str(path))
             yield cast(BinaryIO, file)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"cannot be read: {reason}", where=str(path)) from error
+
+
+def _check_text(start: bytes, *, where: str) -> None:
+    for beginning, what, hint in _NO_TEXT:
+        if start.startswith(beginning):
+            raise DataError(f"is {what}", where=where, hint=hint)
+    if b"\0" in start[:2]:  # one half of an ASCII character
+        raise DataError("is UTF-16, not UTF-8", where=where, hint=_UTF_16)
 
 
 def bounded_lines(file: IO[AnyStr], *, name: str) -> Iterator[AnyStr]:
