@@ -155,6 +155,28 @@ def test_a_csv_row_of_another_width_is_a_fault_of_that_row(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_byte_that_is_not_utf_8_is_found_in_its_line(tmp_path: Path, ending: str) -> None:
+    lines = ["text,n", *(f"zeile {n} \u00fc,{n}" for n in range(2, 1001))]
+    data = [line.encode() for line in lines]
+    data[400] = "é ü,".encode() + b"\xfc\xfc"
+    (tmp_path / "r.csv").write_bytes(ending.encode().join(data))
+    with pytest.raises(DataError, match="byte 7 of the line is not UTF-8") as caught:
+        records(tmp_path / "r.csv")
+    assert caught.value.where == f"{tmp_path / 'r.csv'}:401"
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.tsv"])
+def test_a_header_with_a_column_twice_is_refused(tmp_path: Path, name: str) -> None:
+    between = "," if name == "r.csv" else "\t"
+    (tmp_path / name).write_text("\n".join(between.join(row) for row in (["text", "n", "text"], ["a", "1", "b"])))
+    with pytest.raises(DataError, match="the header has 'text' twice") as caught:
+        records(tmp_path / name)
+    assert caught.value.where == f"{tmp_path / name}:1"
+    (tmp_path / name).write_text("\n".join(between.join(row) for row in (["text", "", ""], ["a", "", ""])))
+    assert values(tmp_path / name) == ["a"]  # as spreadsheets write empty columns
+
+
 def test_tsv_and_packed_files(tmp_path: Path) -> None:
     (tmp_path / "r.tsv").write_text("n\ttext\n1\ta,b\n")
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(b'{"text": "z"}\n'))
