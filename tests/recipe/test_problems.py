@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -232,6 +233,18 @@ def test_overrides_that_would_change_nothing_are_refused_with_what_is_meant(
     key = f"model.config.{override.partition('=')[0]}"
     assert (error.where, error.message) == (f"--set {key}", f"{key}: would change nothing")
     assert hint in str(error.hint)
+
+
+def test_a_key_that_stands_twice_in_an_override_has_no_line(write: Write) -> None:
+    error = refusal(write(MINIMAL), overrides=["data.train=[{path: x, path: y}]"])
+    assert (error.where, error.message) == ("--set data.train", "data.train.0.path: the key stands twice")
+
+
+@pytest.mark.parametrize("key", ["train.steps", "data.train"])
+def test_a_key_within_a_value_is_located_in_the_override_that_made_it(write: Write, key: str) -> None:
+    error = refusal(write(MINIMAL + "train:\n  steps: 3\n"), overrides=[f"{key}.x=5"])
+    assert f"--set {key}.x: {key}" in str(error).replace("\n", " ")
+    assert re.search(r"\.yaml:\d", str(error)) is None
 
 
 def test_checks_across_keys_are_silent_while_one_of_them_is_malformed(write: Write) -> None:
