@@ -183,6 +183,21 @@ class TestBadRows:
             prepared(write_jsonl(tmp_path / "r.jsonl", rows))
 
 
+def test_files_of_a_folder_that_are_left_out_are_told(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "train.txt", "a.csv", "test.jsonl"):
+        (tmp_path / name).write_text({".csv": "text\na\n", ".txt": "a\n"}.get(Path(name).suffix, '{"text": "a"}\n'))
+    report = prepared(str(tmp_path)).report
+    assert report.sources[0].read == 1
+    assert report.to_dict()["sources"][0]["files_left_out"] == [str(tmp_path / "a.csv"), str(tmp_path / "b.jsonl")]
+    assert report.warnings() == [
+        f"{tmp_path}: 2 files are not read, as names of others announce a split (train, ...) and theirs none: "
+        f"{tmp_path / 'a.csv'}, {tmp_path / 'b.jsonl'}"
+    ]
+    for name in ("train.txt", "test.jsonl"):
+        (tmp_path / name).unlink()
+    assert prepared(str(tmp_path)).report.warnings() == []
+
+
 class TestLongRows:
     def test_an_answer_that_is_cut_off_is_refused_with_its_row(self, tmp_path: Path) -> None:
         rows = [chat("q", "a"), chat("q" * 300, "a")]

@@ -34,6 +34,7 @@ class SourceAccount:
     truncated: Tally = field(default_factory=Tally)
     split: Tally = field(default_factory=Tally)
     tools_unprinted: Tally = field(default_factory=Tally)  # used, without their tool definitions
+    files_left_out: tuple[str, ...] = ()  # of a folder, beside files whose names announce a split
 
     def to_dict(self) -> dict[str, Any]:
         plain = {key: getattr(self, key) for key in ("path", "role", "format", "weight", "read", "used")}
@@ -43,6 +44,7 @@ class SourceAccount:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised,
             **{key: _tally(getattr(self, key)) for key in tallies},
+            "files_left_out": list(self.files_left_out),
         }
 
     def refusal(self) -> DataError:
@@ -76,6 +78,8 @@ class DataReport:
         """One line for each thing that a user should know before training on it."""
         lines = []
         for source in self.sources:
+            if source.files_left_out:
+                lines.append(_left_out(source))
             for tally, text in (
                 (source.refused, "refused"),
                 (source.long, "left out as too long"),
@@ -87,6 +91,15 @@ class DataReport:
                     rows = "1 row" if tally.count == 1 else f"{tally.count} rows"
                     lines.append(f"{source.path}: {rows} {text}; the first: {tally.first[0]}")
         return lines
+
+
+def _left_out(source: SourceAccount) -> str:
+    names = source.files_left_out
+    listed = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    files = "1 file is" if len(names) == 1 else f"{len(names)} files are"
+    return (
+        f"{source.path}: {files} not read, as names of others announce a split (train, ...) and theirs none: {listed}"
+    )
 
 
 def _tally(tally: Tally) -> dict[str, Any]:

@@ -183,6 +183,7 @@ class _Intake:
     def _records(self) -> Iterator[Record]:
         split, subset = self._source.split, self._source.subset
         place = locate(self._source.path, split=split, subset=subset)
+        self.account.files_left_out = tuple(map(str, place.left_out))
         records = read(place, subset=subset, split=split, wanted=self._reader.wanted)
         for count, record in enumerate(records):
             if count == self._source.limit:
