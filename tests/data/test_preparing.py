@@ -141,6 +141,25 @@ class TestBadRows:
             prepared(path)
         assert "columns: {prompt: question, completion: answer}" in str(caught.value.hint)
 
+    @pytest.mark.parametrize(
+        ("name", "content", "hint"),
+        [
+            ("r.jsonl", '{"text": "a"\n{"text": \n', "mend the file"),
+            ("r.csv", "text,n\na\nb\n", "mend the file"),
+            ("r.jsonl", b'{"text": "\xff"}\n', "mend the file"),
+            ("r.jsonl", '{"text": null}\n{"text": null}\n', "mend the rows"),
+            ("r.jsonl", '{broken\n{"title": "a"}\n{"title": "b"}\n', "say which columns are meant"),
+            ("r.jsonl", '{"title": "a"}\n{broken\n{"text"\n', "mend the file"),
+        ],
+    )
+    def test_what_to_do_follows_from_the_most_frequent_reason(
+        self, tmp_path: Path, name: str, content: str | bytes, hint: str
+    ) -> None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(DataError, match="0 usable of") as caught:
+            prepared(str(tmp_path / name))
+        assert str(caught.value.hint).startswith(hint)
+
     def test_one_useless_source_among_several_is_an_error_too(self, tmp_path: Path) -> None:
         good = write_jsonl(tmp_path / "good.jsonl", [chat("q", "a")])
         bad = write_jsonl(tmp_path / "bad.jsonl", [{"title": "t"}])
@@ -162,6 +181,21 @@ class TestBadRows:
         rows = [{"messages": [user("q"), {"role": "narrator", "content": "x"}, assistant("a")]}]
         with pytest.raises(DataError, match="message 2 has the unknown role 'narrator'"):
             prepared(write_jsonl(tmp_path / "r.jsonl", rows))
+
+
+def test_files_of_a_folder_that_are_left_out_are_told(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "train.txt", "a.csv", "test.jsonl"):
+        (tmp_path / name).write_text({".csv": "text\na\n", ".txt": "a\n"}.get(Path(name).suffix, '{"text": "a"}\n'))
+    report = prepared(str(tmp_path)).report
+    assert report.sources[0].read == 1
+    assert report.to_dict()["sources"][0]["files_left_out"] == [str(tmp_path / "a.csv"), str(tmp_path / "b.jsonl")]
+    assert report.warnings() == [
+        f"{tmp_path}: 2 files are not read, as names of others announce a split (train, ...) and theirs none: "
+        f"{tmp_path / 'a.csv'}, {tmp_path / 'b.jsonl'}"
+    ]
+    for name in ("train.txt", "test.jsonl"):
+        (tmp_path / name).unlink()
+    assert prepared(str(tmp_path)).report.warnings() == []
 
 
 class TestLongRows:

@@ -92,6 +92,12 @@ def test_a_very_long_line(tmp_path: Path) -> None:
         ('{\n "text": "a"\n}\n{\n "text": "b"\n}\n', [1, 4]),
         ('{"version": 1,\n "data": [{"text": "a"}, {"text": "b"}]}', [1, 1]),
         ('{"data": [{"text": "a"}, {"text": "b"}]}\n', [1, 1]),
+        ('[{"text": "a"}]\n[{"text": "b"}]\n', [1, 2]),
+        ('[{"text": "a"}][{"text": "b"}]', [1, 1]),
+        ('[\n {\n  "text": "a"\n }\n]\n[\n {\n  "text": "b"\n }\n]\n', [2, 7]),
+        ('[{"text": "a"}] {"text": "b"}', [1, 1]),
+        ('{\n "text": "a"\n}\n[{"text": "b"}]', [1, 4]),
+        ('[]\n[{"text": "a"}, {"text": "b"}]', [2, 2]),
     ],
 )
 def test_every_usual_form_of_json(tmp_path: Path, content: str, lines: list[int]) -> None:
@@ -115,6 +121,12 @@ def test_one_row_of_messages_is_no_list_of_rows(tmp_path: Path, indent: int | No
         ('[{"text": "a"},\n {"text" "b"}]', ":2", "':' delimiter at column 10"),
         ('[{"text": "a"}\n {"text": "b"}]', ":2", r"expected ',' or '\]'"),
         ('[{"text": "a"},', ":1", "the list is not closed"),
+        ('[{"text": "a"}] x', ":1", "neither a list nor an object follows the end of the one before at column 17"),
+        ('[{"text": "a"}]\n]', ":2", "neither a list nor an object follows"),
+        ('[{"text": "a"}]\n,[{"text": "b"}]', ":2", "neither a list nor an object follows"),
+        ('{\n "text": "a"\n}\n5', ":4", "neither a list nor an object follows"),
+        ('[{"text": "a"}]\n[{"text": "b"}', ":2", r"expected ',' or '\]'"),
+        ('[{"text": "a"}]\n{"text": ', ":2", "Expecting value at column 10"),
     ],
 )
 def test_a_broken_json_document_says_where(tmp_path: Path, content: str, where: str, what: str) -> None:
@@ -143,11 +155,54 @@ def test_a_csv_row_of_another_width_is_a_fault_of_that_row(tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_byte_that_is_not_utf_8_is_found_in_its_line(tmp_path: Path, ending: str) -> None:
+    lines = ["text,n", *(f"zeile {n} \u00fc,{n}" for n in range(2, 1001))]
+    data = [line.encode() for line in lines]
+    data[400] = "é ü,".encode() + b"\xfc\xfc"
+    (tmp_path / "r.csv").write_bytes(ending.encode().join(data))
+    with pytest.raises(DataError, match="byte 7 of the line is not UTF-8") as caught:
+        records(tmp_path / "r.csv")
+    assert caught.value.where == f"{tmp_path / 'r.csv'}:401"
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.tsv"])
+def test_a_header_with_a_column_twice_is_refused(tmp_path: Path, name: str) -> None:
+    between = "," if name == "r.csv" else "\t"
+    (tmp_path / name).write_text("\n".join(between.join(row) for row in (["text", "n", "text"], ["a", "1", "b"])))
+    with pytest.raises(DataError, match="the header has 'text' twice") as caught:
+        records(tmp_path / name)
+    assert caught.value.where == f"{tmp_path / name}:1"
+    (tmp_path / name).write_text("\n".join(between.join(row) for row in (["text", "", ""], ["a", "", ""])))
+    assert values(tmp_path / name) == ["a"]  # as spreadsheets write empty columns
+
+
 def test_tsv_and_packed_files(tmp_path: Path) -> None:
     (tmp_path / "r.tsv").write_text("n\ttext\n1\ta,b\n")
     (tmp_path / "r.jsonl.gz").write_bytes(gzip.compress(b'{"text": "z"}\n'))
     assert values(tmp_path / "r.tsv") == ["a,b"]
     assert values(tmp_path / "r.jsonl.gz") == ["z"]
+
+
+@pytest.mark.parametrize("name", ["r.jsonl", "r.json", "r.csv", "r.txt"])
+@pytest.mark.parametrize(
+    ("content", "what", "hint"),
+    [
+        (gzip.compress(b'{"text": "a"}\n'), "packed with gzip", "end in .gz"),
+        ('{"text": "a"}\n'.encode("utf-16"), "UTF-16", "iconv"),
+        ('{"text": "a"}\n'.encode("utf-16-le"), "UTF-16", "iconv"),
+        ('{"text": "a"}\n'.encode("utf-16-be"), "UTF-16", "iconv"),
+        (b"PK\x03\x04\x14\0\0\0", "a zip archive", "unpack it"),
+    ],
+)
+def test_a_file_that_is_no_text_is_told_as_what_it_is(
+    tmp_path: Path, name: str, content: bytes, what: str, hint: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"is {what}") as caught:
+        records(tmp_path / name)
+    assert caught.value.where == str(tmp_path / name)
+    assert hint in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("name", ["r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.txt.gz"])

@@ -204,7 +204,11 @@ _LINES = st.lists(st.sampled_from(WORDS) | st.text(), max_size=6).map(
 )
 _TEMPLATES = st.lists(_TEMPLATE_PIECES, max_size=12).map(lambda pieces: "".join(pieces).encode())
 _GOOD_TEMPLATES = [template.encode() for template in (CHATML, THINKING, GENERATION, TOOLS)]
-_GOOD_JSON = [as_json(ROWS_OF_ALL_KINDS), _jsonl(ROWS_OF_ALL_KINDS)]
+_GOOD_JSON = [
+    as_json(ROWS_OF_ALL_KINDS),
+    _jsonl(ROWS_OF_ALL_KINDS),
+    b"\n".join(as_json([row]) for row in ROWS_OF_ALL_KINDS),  # `cat a.json b.json`
+]
 _GOOD_ARROW = [_arrow([row], framed=framed) for row in ROWS_OF_ALL_KINDS for framed in (True, False)]
 
 ROWS = (

@@ -44,7 +44,7 @@ ABSURD = {
     "attention_dropout": [1.5, -0.1, float("nan"), 1],
     "rms_norm_eps": [float("nan")],
     "num_labels": [10**7],
-    "max_position_embeddings": [10**40],
+    "max_position_embeddings": [10**40, 0, -5],
     "attn_implementation": ["evil/kernel"],
 }
 
@@ -81,6 +81,30 @@ def test_overrides_of_the_config_are_held_to_the_same(tmp_path: Path, capsys: py
     recipe = write_recipe(tmp_path)
     answer = ask(capsys, "finetune", recipe, "--dry-run", "--set", "model.config.attention_dropout=1.5")
     assert (answer.code, "attention_dropout is a probability" in answer.message) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("num_attention_heads: 3", "num_attention_heads (3) must be a multiple of num_key_value_heads (2)"),
+        ("hidden_size: 126, head_dim: null", "num_attention_heads (4) must divide hidden_size (126) where no head_dim"),
+        ("max_position_embeddings: -5", "max_position_embeddings must be from 1 to"),
+        ("max_position_embeddings: 0", "max_position_embeddings must be from 1 to"),
+    ],
+)
+def test_overrides_that_no_model_can_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
+) -> None:
+    answer = ask(capsys, "finetune", write_recipe(tmp_path), "--dry-run", "--set", f"model.config={{{override}}}")
+    assert answer.code == 2
+    assert answer.message.startswith(f"model.config: {message}")
+
+
+def test_heads_need_not_divide_the_hidden_size_where_their_width_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override = "model={init: random, config: {num_attention_heads: 6, head_dim: 16}}"
+    assert ask(capsys, "finetune", write_recipe(tmp_path), "--dry-run", "--set", override).code == 0
 
 
 def test_code_that_comes_with_a_model_is_named_and_not_run(

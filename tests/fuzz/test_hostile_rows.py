@@ -14,7 +14,7 @@ import pytest
 from data.data_kit import assistant, byte_tokenizer, prepared, texts, user, write_jsonl
 from fuzz.commands import ask, write_recipe
 from fuzz.guard import bounded as guarded
-from megatrain.data import bounded, lines
+from megatrain.data import bounded, documents, lines
 from megatrain.data.files import locate
 from megatrain.errors import DataError
 
@@ -112,8 +112,8 @@ def test_a_packed_line_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_document_that_unpacks_to_more_than_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_LARGEST_DOCUMENT", 100_000)
-    monkeypatch.setattr(lines, "_PIECE", 10_000)
+    monkeypatch.setattr(documents, "_LARGEST_DOCUMENT", 100_000)
+    monkeypatch.setattr(documents, "_PIECE", 10_000)
     path = tmp_path / "bomb.json.gz"
     path.write_bytes(gzip.compress(b"[" + b'{"text": "a"},' * 100_000))
     with pytest.raises(DataError, match=r"more than 97\.7 KiB"):

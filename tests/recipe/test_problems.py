@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 import pytest
@@ -212,6 +213,38 @@ def test_features_of_later_versions_are_refused_by_name(write: Write, override: 
 )
 def test_values_that_make_no_sense(write: Write, overrides: list[str], message: str) -> None:
     assert message in refusal(write(MINIMAL), overrides=overrides).message
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("model_type=gpt2", "model.path"),
+        ("architectures=[Foo]", "model.path"),
+        ("dtype=float16", "output.export_dtype"),
+        ("torch_dtype=float16", "train.precision"),
+        ("attn_implementation=eager", "model.attention is meant"),
+        ("id2label={0: a}", "a classifier"),
+    ],
+)
+def test_overrides_that_would_change_nothing_are_refused_with_what_is_meant(
+    write: Write, override: str, hint: str
+) -> None:
+    error = refusal(write(MINIMAL), overrides=[f"model.config.{override}"])
+    key = f"model.config.{override.partition('=')[0]}"
+    assert (error.where, error.message) == (f"--set {key}", f"{key}: would change nothing")
+    assert hint in str(error.hint)
+
+
+def test_a_key_that_stands_twice_in_an_override_has_no_line(write: Write) -> None:
+    error = refusal(write(MINIMAL), overrides=["data.train=[{path: x, path: y}]"])
+    assert (error.where, error.message) == ("--set data.train", "data.train.0.path: the key stands twice")
+
+
+@pytest.mark.parametrize("key", ["train.steps", "data.train"])
+def test_a_key_within_a_value_is_located_in_the_override_that_made_it(write: Write, key: str) -> None:
+    error = refusal(write(MINIMAL + "train:\n  steps: 3\n"), overrides=[f"{key}.x=5"])
+    assert f"--set {key}.x: {key}" in str(error).replace("\n", " ")
+    assert re.search(r"\.yaml:\d", str(error)) is None
 
 
 def test_checks_across_keys_are_silent_while_one_of_them_is_malformed(write: Write) -> None:

@@ -96,6 +96,7 @@ def _text(result: dict[str, Any], *, coloured: bool) -> str:
             f"  {source['read']:,} rows read, {source['used']:,} used: "
             f"{source['tokens']:,} tokens, {source['supervised_tokens']:,} of them supervised"
         )
+        lines += [f"  not read, its name announces no split: {name}" for name in source["files_left_out"][:_REASONS]]
         for key, what in (
             ("refused", "refused"),
             ("long", "left out as too long"),

@@ -5,10 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatrain.data.records import Refusal, Tally
+from megatrain.data.records import Cause, Refusal, Tally
 from megatrain.errors import DataError
 
 _SHOWN = 5
+_HINTS = {
+    Cause.FILE: "mend the file, or write it again in UTF-8: .jsonl and .json hold objects, the rows of .csv "
+    "and .tsv as many fields as the header",
+    Cause.COLUMNS: "say which columns are meant, e.g. columns: {prompt: question, completion: answer}",
+    Cause.VALUES: "mend the rows, or choose another format, columns, train_on or max_seq_len",
+}
 
 
 @dataclass
@@ -28,6 +34,7 @@ class SourceAccount:
     truncated: Tally = field(default_factory=Tally)
     split: Tally = field(default_factory=Tally)
     tools_unprinted: Tally = field(default_factory=Tally)  # used, without their tool definitions
+    files_left_out: tuple[str, ...] = ()  # of a folder, beside files whose names announce a split
 
     def to_dict(self) -> dict[str, Any]:
         plain = {key: getattr(self, key) for key in ("path", "role", "format", "weight", "read", "used")}
@@ -37,6 +44,7 @@ class SourceAccount:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised,
             **{key: _tally(getattr(self, key)) for key in tallies},
+            "files_left_out": list(self.files_left_out),
         }
 
     def refusal(self) -> DataError:
@@ -44,12 +52,8 @@ class SourceAccount:
         first = self.refused.first or self.long.first
         if not self.used:
             reason = f"; the first: {first[0]}" if first else ""
-            if not first:
-                hint = "the source holds no rows"
-            elif self.format is None:
-                hint = "say which columns are meant, e.g. columns: {prompt: question, completion: answer}"
-            else:
-                hint = "mend the rows, or choose another format, columns, train_on or max_seq_len"
+            causes = self.refused.causes.most_common(1)
+            hint = _HINTS[causes[0][0] if causes else Cause.VALUES] if first else "the source holds no rows"
             return DataError(f"0 usable of {self.read} rows{reason}", where=self.path, hint=hint)
         shown = "".join(f"\n  {refusal}" for refusal in first[:_SHOWN])
         more = f"\n  and {self.refused.count - _SHOWN} more" if self.refused.count > _SHOWN else ""
@@ -74,6 +78,8 @@ class DataReport:
         """One line for each thing that a user should know before training on it."""
         lines = []
         for source in self.sources:
+            if source.files_left_out:
+                lines.append(_left_out(source))
             for tally, text in (
                 (source.refused, "refused"),
                 (source.long, "left out as too long"),
@@ -85,6 +91,15 @@ class DataReport:
                     rows = "1 row" if tally.count == 1 else f"{tally.count} rows"
                     lines.append(f"{source.path}: {rows} {text}; the first: {tally.first[0]}")
         return lines
+
+
+def _left_out(source: SourceAccount) -> str:
+    names = source.files_left_out
+    listed = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    files = "1 file is" if len(names) == 1 else f"{len(names)} files are"
+    return (
+        f"{source.path}: {files} not read, as names of others announce a split (train, ...) and theirs none: {listed}"
+    )
 
 
 def _tally(tally: Tally) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.data.documents import read_json
 from megatrain.data.folders import files_in, has_magic, matching
-from megatrain.data.lines import read_json, read_jsonl, read_txt
+from megatrain.data.lines import read_jsonl, read_txt
 from megatrain.data.records import Record
 from megatrain.data.tables import read_arrow, read_csv, read_hub, read_parquet
 from megatrain.errors import DataError
@@ -32,6 +33,7 @@ class Place:
     files: tuple[Path, ...]  # empty: a data set of the hub
     hub_id: str | None = None
     name: str | None = None  # what to call the one file, if not by its path
+    left_out: tuple[Path, ...] = ()  # of a folder: files whose names announce no split, where those of others do
 
 
 def locate(path: str, *, split: str = "train", subset: str | None = None) -> Place:
@@ -56,7 +58,7 @@ def _find(path: str, *, split: str) -> Place:
         return Place((_known(resolve_asset(path)),), name=path)
     local = Path(path).expanduser()
     if local.is_dir():
-        return Place(_of_folder(local, split=split))
+        return _of_folder(local, split=split)
     if local.is_file():
         return Place((_known(local),))
     if has_magic(path):
@@ -114,7 +116,7 @@ def _known(path: Path) -> Path:
     return path
 
 
-def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
+def _of_folder(folder: Path, *, split: str) -> Place:
     saved = folder / "dataset_dict.json"  # datasets.DatasetDict.save_to_disk
     if saved.is_file():
         names = [str(name) for name in _list_in(saved, key="splits")]
@@ -123,7 +125,7 @@ def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
         folder = folder / split
     state = folder / "state.json"  # datasets.Dataset.save_to_disk; says the order of its files
     if state.is_file():
-        return _listed(state)
+        return Place(_listed(state))
     if saved.is_file():
         split = "train"
     found = sorted(p for p in files_in(folder) if _is_data(p, folder=folder))
@@ -135,11 +137,11 @@ def _of_folder(folder: Path, *, split: str) -> tuple[Path, ...]:
     if set(by_split) == {""}:
         if split != "train":
             raise _no_split(folder, split=split, names=["train"])
-        return tuple(found)
+        return Place(tuple(found))
     wanted = next((name for name, words in _SPLIT_WORDS.items() if split in words), split)
     if wanted not in by_split:
         raise _no_split(folder, split=split, names=sorted(filter(None, by_split)))
-    return tuple(by_split[wanted])
+    return Place(tuple(by_split[wanted]), left_out=tuple(by_split.get("", ())))
 
 
 def _listed(state: Path) -> tuple[Path, ...]:

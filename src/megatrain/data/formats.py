@@ -20,7 +20,7 @@ from itertools import islice
 from typing import ClassVar
 
 from megatrain.data.messages import Message, Tool, as_messages, text_of
-from megatrain.data.records import BadRow, json_of
+from megatrain.data.records import BadRow, Cause, json_of
 from megatrain.errors import DataError
 
 _LISTS = ("messages", "conversations", "conversation")
@@ -78,7 +78,7 @@ class RowReader:
         """What the row says. Raises BadRow."""
         format = self.format or self._detect(row)
         if format is None:
-            raise BadRow(f"no format fits its columns ({_listed(row)})")
+            raise BadRow(f"no format fits its columns ({_listed(row)})", cause=Cause.COLUMNS)
         content = self._READ[format](self, row)
         self.format = format
         return content
@@ -95,7 +95,7 @@ class RowReader:
     def _messages(self, row: Mapping[str, object]) -> Content:
         column = self._list_column(row)
         if column is None:
-            raise BadRow(f"has no column {self._name('messages')!r}")
+            raise BadRow(f"has no column {self._name('messages')!r}", cause=Cause.COLUMNS)
         messages = self._read_messages(row[column], column=column)
         return Conversation(self._with_system(messages, row), tools=_tools(row.get(self._name("tools"))))
 
@@ -151,7 +151,7 @@ class RowReader:
     def _text(self, row: Mapping[str, object], name: str, *, empty: bool = False) -> str:
         column = self._name(name)
         if column not in row:
-            raise BadRow(f"has no column {column!r}")
+            raise BadRow(f"has no column {column!r}", cause=Cause.COLUMNS)
         text = text_of(row[column], what=repr(column))
         if not empty and not text.strip():
             raise BadRow(f"{column!r} is empty")

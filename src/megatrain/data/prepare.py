@@ -14,7 +14,7 @@ from megatrain.data.encode import Draft, Encoded, Encoder
 from megatrain.data.files import locate, read
 from megatrain.data.formats import RowReader
 from megatrain.data.order import hold_out
-from megatrain.data.records import BadRow, Record, Refusal, Tally
+from megatrain.data.records import BadRow, Cause, Record, Refusal, Tally
 from megatrain.data.samples import Flags, Samples, SamplesBuilder, Tokens
 from megatrain.errors import DataError
 
@@ -183,6 +183,7 @@ class _Intake:
     def _records(self) -> Iterator[Record]:
         split, subset = self._source.split, self._source.subset
         place = locate(self._source.path, split=split, subset=subset)
+        self.account.files_left_out = tuple(map(str, place.left_out))
         records = read(place, subset=subset, split=split, wanted=self._reader.wanted)
         for count, record in enumerate(records):
             if count == self._source.limit:
@@ -192,14 +193,14 @@ class _Intake:
     def _draft(self, record: Record) -> Draft | None:
         try:
             if record.fault is not None:
-                raise BadRow(record.fault)
+                raise BadRow(record.fault, cause=Cause.FILE)
             return self._encoder.draft(self._reader.read(record.columns))
         except BadRow as reason:
-            self._refuse(record, str(reason))
+            self._refuse(record, str(reason), cause=reason.cause)
             return None
 
-    def _refuse(self, record: Record, reason: str) -> None:
-        self.account.refused.add(Refusal.of(record, reason=reason))
+    def _refuse(self, record: Record, reason: str, *, cause: Cause = Cause.VALUES) -> None:
+        self.account.refused.add(Refusal.of(record, reason=reason), cause=cause)
         ends = self._data.bad_rows == "error" or not self.account.used
         if ends and self.account.refused.count >= (_ENOUGH if self.account.used else _HOPELESS):
             raise self.account.refusal()

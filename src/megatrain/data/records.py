@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 _KEPT = 1000  # addresses kept of each kind; the counts are exact beyond it
 _LONGEST_REASON = 500  # characters; what a row says of itself may be as long as the row
 
 
+class Cause(Enum):
+    """What has to change for a refused row to be used."""
+
+    FILE = "the file, which is damaged or not what its name says"
+    COLUMNS = "the columns, which nothing is known by"
+    VALUES = "what stands in the columns"
+
+
 class BadRow(Exception):
     """This row cannot be used, and the text says why. Never leaves the data room."""
+
+    def __init__(self, text: str, *, cause: Cause = Cause.VALUES) -> None:
+        super().__init__(text)
+        self.cause = cause
 
 
 def json_of(text: str | bytes, *, what: str) -> object:
@@ -68,8 +82,10 @@ class Tally:
 
     count: int = 0
     first: list[Refusal] = field(default_factory=list)
+    causes: Counter[Cause] = field(default_factory=Counter)
 
-    def add(self, refusal: Refusal) -> None:
+    def add(self, refusal: Refusal, *, cause: Cause = Cause.VALUES) -> None:
         self.count += 1
+        self.causes[cause] += 1
         if len(self.first) < _KEPT:
             self.first.append(refusal)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from megatrain.data.lines import bounded_lines, open_bytes
 from megatrain.data.records import Record
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from pyarrow import RecordBatch
 
 _BATCH = 1024  # rows turned into Python values at a time
+_ESCAPED = "surrogateescape"
+_NAMED, _LONGEST_NAME = 5, 60  # columns in a message
 _LONGEST_FIELD = 2**31 - 1
 _LONGEST_REASON = 300  # characters of what a library says
 
@@ -28,20 +31,39 @@ def read_csv(path: Path, *, name: str, delimiter: str) -> Iterator[Record]:
     Quoted fields may hold line feeds, so a record's line is where it ends.
     """
     csv.field_size_limit(_LONGEST_FIELD)
-    with open_bytes(path) as data, io.TextIOWrapper(data, encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(bounded_lines(file, name=name), delimiter=delimiter, strict=True)
+    # Bytes are decoded in pieces of many lines: what is not UTF-8 is let through, and found in its line.
+    with open_bytes(path) as data, io.TextIOWrapper(data, "utf-8-sig", errors=_ESCAPED, newline="") as file:
+        reader = csv.reader(_utf_8_lines(file, name=name), delimiter=delimiter, strict=True)
         row = 0
         try:
-            header = next(reader, None)
+            header = next(reader, None) or []
+            _check_header(header, where=f"{name}:{reader.line_num}")
             for fields in reader:
                 if not fields:
                     continue
                 row += 1
-                yield _csv_record(fields, header=header or [], name=name, row=row, line=reader.line_num)
+                yield _csv_record(fields, header=header, name=name, row=row, line=reader.line_num)
         except csv.Error as error:
             raise DataError(f"broken CSV: {error}", where=f"{name}:{reader.line_num}") from error
-        except UnicodeDecodeError as error:
-            raise DataError("is not UTF-8", where=f"{name}:{reader.line_num + 1}") from error
+
+
+def _utf_8_lines(file: TextIO, *, name: str) -> Iterator[str]:
+    for number, line in enumerate(bounded_lines(file, name=name), start=1):
+        try:
+            line.encode("utf-8")
+        except UnicodeEncodeError as error:
+            byte = len(line[: error.start].encode("utf-8")) + 1
+            hint = "write the file again as UTF-8"
+            raise DataError(f"byte {byte} of the line is not UTF-8", where=f"{name}:{number}", hint=hint) from error
+        yield line
+
+
+def _check_header(header: list[str], *, where: str) -> None:
+    """Columns without a name are nobody's; of two with one name the rows could hold only one."""
+    twice = [column for column, count in Counter(header).items() if column and count > 1]
+    if twice:
+        names = ", ".join(repr(column[:_LONGEST_NAME]) for column in twice[:_NAMED])
+        raise DataError(f"the header has {names} twice", where=where, hint="give each column a name of its own")
 
 
 def _csv_record(fields: list[str], *, header: list[str], name: str, row: int, line: int) -> Record:

@@ -42,10 +42,12 @@ _BOUNDS = tuple(
         (r"num_(attention|key_value|kv|query)_heads|n_heads?|num_heads", 0, 2**16),
         (r"head_dim", 1, 2**16),
         (r"\w+_head_dim", 0, 2**16),
+        (r"max_position_embeddings|n_positions", 1, _LARGEST_NUMBER),
         (r"n(um)?_(\w+_)?experts", 0, 2**16),
         (r"num_labels", 0, 2**16),
     )
 )
+_WIDTH_OF_A_HEAD = re.compile(r"(\w+_)?head_(dim|size)")
 _CHANCE = re.compile(r"\w*(dropout|pdrop|drop_rate|drop_prob|drop_path)(_rate|_prob|_p)?|layerdrop")
 
 
@@ -83,8 +85,22 @@ def check_values(values: Mapping[str, Any], *, where: str) -> None:
     heads = values.get("num_attention_heads"), values.get("head_dim")
     if all(isinstance(number, int) for number in heads) and math.prod(heads) > 2**22:  # type: ignore[arg-type]
         raise ModelError(f"num_attention_heads x head_dim is {math.prod(heads)}", where=where, hint=_HINT)  # type: ignore[arg-type]
+    _check_heads(values, where=where)
     if len(values.get("id2label") or ()) > 2**16 if isinstance(values.get("id2label"), Mapping) else False:
         raise ModelError("id2label has too many labels", where=where, hint=_HINT)
+
+
+def _check_heads(values: Mapping[str, Any], *, where: str) -> None:
+    """Heads share keys and values in equal groups, and the hidden state in equal parts where nothing else is said."""
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size")
+    heads, shared, width = (number if isinstance(number := values.get(name), int) else 0 for name in names)
+    if heads and shared and heads % shared:
+        what = f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({shared})"
+        raise ModelError(what, where=where, hint=_HINT)
+    given = any(_WIDTH_OF_A_HEAD.fullmatch(name) and value for name, value in values.items())
+    if heads and width % heads and not given:
+        what = f"num_attention_heads ({heads}) must divide hidden_size ({width}) where no head_dim is given"
+        raise ModelError(what, where=where, hint=_HINT)
 
 
 def _fault(key: str, value: Any) -> str | None:

@@ -10,6 +10,32 @@ from megatrain.recipe.assets import is_asset, resolve_asset
 from megatrain.recipe.schema import Recipe
 
 _MOST_THREADS = 4096
+_OF_THE_MODEL = "model.path says which model it is"
+_OF_CLASSIFIERS = "they are the labels of a classifier"
+_OF_CALLS = "training decides what it asks of the model"
+_NO_OVERRIDES = {
+    "model_type": _OF_THE_MODEL,
+    "architectures": _OF_THE_MODEL,
+    "auto_map": _OF_THE_MODEL,
+    "_name_or_path": _OF_THE_MODEL,
+    "name_or_path": _OF_THE_MODEL,
+    "_commit_hash": "model.revision is meant",
+    "revision": "model.revision is meant",
+    "trust_remote_code": "model.trust_remote_code is meant",
+    "attn_implementation": "model.attention is meant",
+    "_attn_implementation": "model.attention is meant",
+    "dtype": "train.precision says what is computed in, output.export_dtype what the export has",
+    "torch_dtype": "train.precision says what is computed in, output.export_dtype what the export has",
+    "transformers_version": "it is that of the library",
+    "output_attentions": _OF_CALLS,
+    "output_hidden_states": _OF_CALLS,
+    "return_dict": _OF_CALLS,
+    "num_labels": _OF_CLASSIFIERS,
+    "id2label": _OF_CLASSIFIERS,
+    "label2id": _OF_CLASSIFIERS,
+    "problem_type": _OF_CLASSIFIERS,
+}
+"""Keys of a config.json that would change nothing here, and why."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +52,12 @@ def check(recipe: Recipe) -> Iterator[Finding]:
     """Everything that can be known without files, devices and numbers of rows."""
     for rule in _RULES:
         yield from rule(recipe)
+
+
+def _overrides(recipe: Recipe) -> Iterator[Finding]:
+    for key in recipe.model.config:
+        if key in _NO_OVERRIDES:
+            yield Finding((f"model.config.{key}",), "would change nothing", _NO_OVERRIDES[key])
 
 
 def _length(recipe: Recipe) -> Iterator[Finding]:
@@ -113,6 +145,7 @@ def _later(recipe: Recipe) -> Iterator[Finding]:
 
 
 _RULES: tuple[Callable[[Recipe], Iterator[Finding]], ...] = (
+    _overrides,
     _length,
     _evaluation,
     _optimizer,

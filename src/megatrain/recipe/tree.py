@@ -58,7 +58,9 @@ def put(root: Node, *, path: Path, node: Node) -> Node:
         children = list(root.value)
         children[int(head)] = put(children[int(head)], path=rest, node=node)
         return replace(root, value=children)
-    mapping = dict(root.value) if isinstance(root.value, dict) else {}
+    if not isinstance(root.value, dict):  # what stood here is gone: the mapping in its place is the new node's
+        root = Node({}, node.mark)
+    mapping = dict(root.value)
     mapping[str(head)] = put(mapping.get(str(head), Node({}, node.mark)), path=rest, node=node)
     return replace(root, value=mapping)
 

@@ -130,8 +130,8 @@ class _Builder:
                 inherited.update(self.merged(value_node, path=path))
                 continue
             if key in children:
-                first = children[key].mark
-                self.note(key_node, path=(*path, key), text=f"the key stands twice, first in line {first.line}")
+                where = f", first in line {children[key].mark.line}" if self.lines else ""
+                self.note(key_node, path=(*path, key), text=f"the key stands twice{where}")
                 continue
             child = self.build(value_node, path=(*path, key))
             children[key] = Node(child.value, self.mark(key_node))
