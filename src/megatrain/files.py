@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
@@ -45,6 +46,25 @@ def refuse_link(path: Path) -> None:
         raise UsageError(
             f"is a link to {os.readlink(path)}, and a run writes no file through a link", where=str(path), hint=_HINT
         )
+
+
+def refuse_lost_link(path: Path) -> None:
+    """Raises UsageError if `path` is a link that leads nowhere: nothing can be made in its place."""
+    if path.is_symlink() and not path.exists():
+        hint = f"make what it leads to, or {_HINT}"
+        raise UsageError(f"is a link to {os.readlink(path)}, which is not there", where=str(path), hint=hint)
+
+
+def is_mount(path: Path) -> bool:
+    """Whether something is mounted there; also a folder of the same disk, which os.path.ismount does not see."""
+    if os.path.ismount(path) or path.is_symlink():
+        return not path.is_symlink()
+    try:
+        lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
+    except OSError:  # not this kernel
+        return False
+    points = (re.sub(rb"\\([0-7]{3})", lambda m: bytes([int(m[1], 8)]), line.split()[4]) for line in lines)
+    return os.fsencode(os.path.realpath(path)) in points
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.errors import DiskError, MegatrainError, UsageError
-from megatrain.files import open_own, read_own, refuse_link, write_whole
+from megatrain.files import is_mount, open_own, read_own, refuse_link, write_whole
 from megatrain.recipe import Recipe, load_recipe
+from megatrain.train.checkpoint import given_up, remove, steps
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -69,7 +70,11 @@ class RunDir:
 
     def clear(self) -> None:
         """Remove the run that is here, and nothing that is not ours."""
-        for folder in (self.checkpoints, self.model, self.path / "tensorboard"):
+        for path in (*steps(self.checkpoints), *given_up(self.checkpoints)):  # the folder may be a link or a mount
+            remove(path)
+        if self.checkpoints.is_dir() and not is_mount(self.checkpoints) and not self.checkpoints.is_symlink():
+            shutil.rmtree(self.checkpoints)
+        for folder in (self.model, self.path / "tensorboard"):
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)
         for file in (self.recipe, self.metrics, self.summary, self.crash, self.wandb_id):

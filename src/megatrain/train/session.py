@@ -34,6 +34,7 @@ from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.export import export_bytes, export_run
 from megatrain.train.failure import error_object, machine_error
 from megatrain.train.manifest import Damaged
+from megatrain.train.preflight import check_places
 from megatrain.train.prospect import Prospect, look_ahead
 from megatrain.train.replan import train_through
 from megatrain.train.resume import Start, check_same_run, decide
@@ -67,6 +68,7 @@ class Session:
         self._tell(start)
         if start.finished:
             return {"status": "dry-run", "exit_code": 0, "finished": True}
+        check_places(self.rundir, recipe=self.recipe, start=start)
         prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
         check_planned_room(prospect, rundir=self.rundir, start=start, warn=self._console.warn)
         plan = prospect.planned.plan
@@ -87,6 +89,7 @@ class Session:
             self._tell(start)
             if start.finished:
                 return self._finished_before()
+            check_places(self.rundir, recipe=self.recipe, start=start)
             self.owns_folder = not (start.candidates or start.replaces)
             with self._failures_reported():
                 self._train(start)
