@@ -25,6 +25,7 @@ from megatrain.host.mapping import map_checkpoint
 from megatrain.host.source import INDEX, SINGLE, has_weights, locate
 from megatrain.host.store import HostStore
 from megatrain.model.layout import Entry
+from megatrain.units import format_size
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -215,7 +216,7 @@ def _check_space(folder: Path, *, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DiskError(
-            f"the exported model needs {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free",
+            f"the exported model needs {format_size(needed)} and {format_size(free)} are free",
             where=str(folder),
             hint="free some space and run: megatrain export CHECKPOINT OUT",
         )
