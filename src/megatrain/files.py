@@ -67,12 +67,23 @@ def is_mount(path: Path) -> bool:
     return os.fsencode(os.path.realpath(path)) in points
 
 
+def refuse_folder_aside(path: Path) -> None:
+    """Raises UsageError if a folder has the name under which `write_whole` would write."""
+    aside = _aside(path)
+    if aside.is_dir() and not aside.is_symlink():
+        raise UsageError(f"is a folder, and {path.name} is to be written there first", where=str(aside), hint=_HINT)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write aside, force to the disk and rename: a reader sees the old file or the new one. A link is replaced.
 
     Raises OSError.
     """
-    aside = path.with_name(path.name + ".partial")
+    aside = _aside(path)
     aside.unlink(missing_ok=True)
     try:
         with os.fdopen(open_own(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:

@@ -75,6 +75,9 @@ def foreign(folder: Path) -> Path:
         ("model", lambda path, aside: foreign(path), "something else than a model"),
         (".model.partial", lambda path, aside: path.touch(), r"\.model\.partial: is a file"),
         (".model.old", lambda path, aside: path.touch(), r"\.model\.old: is a file"),
+        ("run.json.partial", lambda path, aside: path.mkdir(), r"run\.json\.partial: is a folder"),
+        ("recipe.yaml.partial", lambda path, aside: path.mkdir(), r"recipe\.yaml\.partial: is a folder"),
+        ("metrics.jsonl.partial", lambda path, aside: path.mkdir(), r"metrics\.jsonl\.partial: is a folder"),
     ],
 )
 def test_what_is_in_the_way_is_refused_first(
@@ -90,7 +93,7 @@ def test_what_is_in_the_way_is_refused_first(
     make(folder / name, aside)
     before = sorted(path.name for path in tmp_path.rglob("*"))
     assert_refused(replacing(folder, rows=rows), words=words, monkeypatch=monkeypatch)
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.name != "run.json") == before
+    assert sorted(path.name for path in tmp_path.rglob("*") if path != folder / "run.json") == before
 
 
 def test_without_an_export_nothing_of_the_model_is_in_the_way(tmp_path: Path, rows: Path) -> None:

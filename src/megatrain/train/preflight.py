@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from megatrain.errors import DiskError, UsageError
-from megatrain.files import refuse_lost_link
+from megatrain.files import refuse_folder_aside, refuse_lost_link
 from megatrain.host.export import refuse_foreign
 from megatrain.recipe import Recipe
 from megatrain.train.model_config import model_path
@@ -18,6 +18,8 @@ from megatrain.train.rundir import RunDir
 def check_places(rundir: RunDir, *, recipe: Recipe, start: Start) -> None:
     """Raises UsageError where something else is in the place of checkpoints, model, or what is written aside;
     DiskError where checkpoints lead to a disk that may not be written."""
+    for path in (rundir.recipe, rundir.metrics, rundir.summary):
+        refuse_folder_aside(path)
     _check_checkpoints(rundir.checkpoints)
     goes = start.replaces and rundir.model.is_dir() and not rundir.model.is_symlink()
     if recipe.output.export or goes:

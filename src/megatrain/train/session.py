@@ -6,6 +6,7 @@ Nothing of an earlier run in the folder is touched before the new one has its we
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import MegatrainError, UsageError
+from megatrain.errors import DiskError, MegatrainError, UsageError
 from megatrain.plan.disk import SPARE_BYTES
 from megatrain.recipe import Recipe
 from megatrain.report.console import Console
@@ -94,7 +95,7 @@ class Session:
             with self._failures_reported():
                 self._train(start)
             report = self.report("done", exit_code=0)
-            self.rundir.write_summary(report.to_json())
+            self._write_end(report)
             return report
 
     # -- phases -------------------------------------------------------------------------------------------
@@ -148,10 +149,18 @@ class Session:
                 keep=self.recipe.output.keep,
                 console=self._console,
                 stop=self._stop,
+                mend_folder=self._mend_folder,
             ),
             stop=self._stop,
         )
         return self._trainer
+
+    def _mend_folder(self) -> None:
+        """Whoever resumes from a folder that was removed and made again has to find the recipe in it, too."""
+        if not os.path.lexists(self.rundir.recipe):
+            self.rundir.path.mkdir(parents=True, exist_ok=True)
+            self.rundir.write_recipe(self.recipe.to_yaml())
+            self._console.warn(f"{self.rundir.recipe} was removed; it is written again")
 
     def _build(self, prospect: Prospect, *, start: Start) -> tuple[Run, TrainState, Checkpoint | None]:
         """The run with its weights in memory, and where it stands."""
@@ -282,6 +291,18 @@ class Session:
             versions=versions(),
             error=error,
         )
+
+    def _write_end(self, report: RunReport) -> None:
+        """Raises DiskError where run.json cannot be written; then only that is missing."""
+        try:
+            self.rundir.write_summary(report.to_json())
+        except OSError as error:
+            self.summary = report.to_json()
+            raise DiskError(
+                f"cannot be written: {error.strerror}; the run is done, and checkpoint and model are in place",
+                where=str(self.rundir.summary),
+                hint="once it can be, --resume auto writes it",
+            ) from error
 
     def _finished_before(self) -> RunReport:
         """What the finished run said of itself."""
