@@ -323,3 +323,24 @@ def test_the_expected_time_is_told_once_the_speed_is_known(tmp_path: Path) -> No
     first, second = made.console.told
     assert "writing the checkpoint of step 1: " in first
     assert "about 0:" in second
+
+
+def test_the_first_cause_is_told_with_what_it_led_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor for a file, and none to remove what was begun either."""
+
+    def none_left(*args: object, **options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    made = writer(tmp_path, waits=(0.0, 0.0))
+    monkeypatch.setattr(checkpoint_writer, "write_unit", none_left)
+    monkeypatch.setattr(shutil, "rmtree", none_left)
+    with pytest.raises(DiskError, match="Too many open files") as caught:
+        made.save(TrainState(step=1))
+    assert "File exists" not in caught.value.message
+    assert all("Too many open files" in text for text in made.console.told if "trying again" in text)
+    monkeypatch.setattr(made, "_remove_partial", lambda: None)
+    with pytest.raises(DiskError, match="File exists"):
+        made.save(TrainState(step=1))
+    (tmp_path / ".step-000001.partial").rmdir()
+    with pytest.raises(DiskError, match="File exists; at first: Too many open files"):
+        made.save(TrainState(step=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from megatrain.errors import DiskError
 from megatrain.report.events import SaveReport, StepReport
 from megatrain.train import checkpoint_writer
 from megatrain.train.checkpoint import find_checkpoints
+from megatrain.train.rundir import RunDir
 
 SAVING: dict[str, Any] = {"train": {"save_every": 2}}
 
@@ -125,10 +127,33 @@ def test_a_run_folder_that_vanishes_is_no_bug_of_ours(tmp_path: Path, rows: Path
         if isinstance(event, StepReport) and event.step == 5:
             shutil.rmtree(tmp_path / "run", ignore_errors=True)
 
-    report = train(whole_recipe(tmp_path / "run", rows=rows, **SAVING), on_event=vanish)
-    assert report.status == "done"
+    recipe = whole_recipe(tmp_path / "run", rows=rows, **SAVING)
+    made = session(recipe, on_event=vanish)
+    assert made.run().status == "done"
+    told = made.told  # type: ignore[attr-defined]
+    assert sum("recipe.yaml was removed; it is written again" in text for text in told) == 1
+    assert sum("metrics.jsonl was removed; its lines are written again" in text for text in told) == 1
+    assert curve(tmp_path / "run", "step", "loss") == curve(whole, "step", "loss")
+    assert (tmp_path / "run" / "recipe.yaml").read_text() == recipe.to_yaml()
     assert weights(tmp_path / "run") == weights(whole)
     assert state(tmp_path / "run") == state(whole)
+
+
+def test_a_run_that_is_done_but_for_run_json_says_so(
+    tmp_path: Path, rows: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: RunDir, summary: dict[str, Any]) -> None:
+        if summary["status"] == "done":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RunDir, "write_summary", full)
+    recipe = whole_recipe(tmp_path / "run", rows=rows, **SAVING)
+    with pytest.raises(DiskError, match="No space left on device; the run is done") as caught:
+        train(recipe)
+    assert caught.value.exit_code == 3
+    monkeypatch.undo()
+    assert train(recipe, resume="auto").status == "done"
+    assert same(tmp_path / "run", whole)
 
 
 def test_another_volume_with_spaces_and_unicode_in_its_name(elsewhere: Path, rows: Path, whole: Path) -> None:

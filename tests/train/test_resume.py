@@ -87,6 +87,61 @@ def test_auto_never_throws_a_finished_model_away(rundir: RunDir) -> None:
         steps(rundir, "auto")
 
 
+def test_a_model_without_a_run_is_not_finished_and_stays(rundir: RunDir) -> None:
+    """Whatever it is: a file, a folder, a link that leads nowhere."""
+    for make in (lambda: rundir.model.mkdir(), lambda: rundir.model.touch(), lambda: rundir.model.symlink_to("absent")):
+        make()
+        with pytest.raises(UsageError, match=r"neither a checkpoint nor a run\.json") as caught:
+            steps(rundir, "auto")
+        assert caught.value.exit_code == 2
+        rundir.model.rmdir() if rundir.model.is_dir() else rundir.model.unlink()
+
+
+def test_a_finished_run_without_checkpoints_is_finished_as_long_as_nothing_else_is_asked(rundir: RunDir) -> None:
+    recipe = tiny_recipe(rundir.path)
+    fill(rundir, status="done")
+    with pytest.raises(UsageError, match=r"nor a recipe\.yaml"):
+        steps(rundir, "auto")
+    rundir.write_recipe(recipe.to_yaml())
+    assert decide(rundir, resume="auto", recipe=recipe).finished
+    with pytest.raises(RecipeError, match=r"optimizer\.lr, train\.steps changed") as caught:
+        steps(rundir, "auto", train={"steps": 50}, optimizer={"lr": 1.0})
+    assert caught.value.exit_code == 2
+    with pytest.raises(UsageError, match=r"not as output\.export_dtype=fp32"):
+        steps(rundir, "auto", output={"dir": str(rundir.path), "export_dtype": "fp32"})
+    rundir.model.rmdir()
+    with pytest.raises(UsageError, match="its model is gone too"):
+        steps(rundir, "auto")
+    assert decide(
+        rundir, resume="auto", recipe=tiny_recipe(rundir.path, output={"dir": str(rundir.path), "export": False})
+    ).finished
+
+
+def test_a_finished_run_says_how_its_model_is_had_in_another_dtype(rundir: RunDir) -> None:
+    fill(rundir, 4, status="done")
+    (rundir.model / "config.json").write_text('{"dtype": "bfloat16"}')
+    for dtype, said in (("auto", False), ("bf16", False), ("fp32", True)):
+        wanted = tiny_recipe(rundir.path, output={"dir": str(rundir.path), "export_dtype": dtype})
+        start = decide(rundir, resume="auto", recipe=wanted)
+        assert start.finished
+        assert [f"megatrain export {rundir.path} OUT --dtype fp32" in text for text in start.warnings] == [True] * said
+        assert all("was exported as bf16, not as output.export_dtype=fp32" in text for text in start.warnings)
+
+
+@pytest.mark.parametrize("status", [None, "done"])
+def test_a_checkpoint_beyond_the_end_that_is_asked_for_is_refused(rundir: RunDir, status: str | None) -> None:
+    fill(rundir, 2, 3, 5, status=status)
+    with pytest.raises(UsageError, match=r"5 steps into the run, and train\.steps=4 ends before") as caught:
+        steps(rundir, "auto", train={"steps": 4})
+    assert caught.value.exit_code == 2
+    assert f"--resume {rundir.checkpoints / 'step-000003'} " in str(caught.value.hint)
+    assert steps(rundir, str(rundir.checkpoints / "step-000003"), train={"steps": 4}) == [3]
+    assert steps(rundir, "auto", train={"steps": 5}) == [5, 3, 2]
+    with pytest.raises(UsageError) as caught:
+        steps(rundir, "auto", train={"steps": 1})
+    assert "no checkpoint from before that end is left" in str(caught.value.hint)
+
+
 def test_a_finished_run_is_finished_until_its_length_changes(rundir: RunDir) -> None:
     fill(rundir, 4, status="done")
     start = decide(rundir, resume="auto", recipe=tiny_recipe(rundir.path))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.errors import DiskError, UsageError
+from megatrain.train.manifest import Damaged, read_manifest
 from megatrain.train.rundir import RunDir
 
 HOLDER = """
@@ -131,3 +132,21 @@ def test_a_broken_summary_is_no_summary(tmp_path: Path) -> None:
     assert rundir.read_summary() == {}
     rundir.write_summary({"status": "done", "wall_s": time.time()})
     assert rundir.read_summary()["status"] == "done"
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, link: bool) -> None:
+    rundir = RunDir(tmp_path / "run")
+    rundir.model.mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (rundir.summary, rundir.recipe, rundir.model / "config.json"):
+        path.symlink_to(tmp_path / "pipe") if link else os.mkfifo(path)
+    assert (rundir.read_summary(), rundir.read_recipe(), rundir.exported_dtype()) == ({}, None, None)
+    checkpoint = rundir.checkpoints / "step-000001"
+    checkpoint.mkdir(parents=True)
+    os.mkfifo(checkpoint / "manifest.json")
+    with pytest.raises(Damaged, match="is no file"):
+        read_manifest(checkpoint)
+    rundir.summary.unlink()
+    rundir.summary.mkdir()
+    assert rundir.read_summary() == {}

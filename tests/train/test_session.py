@@ -25,6 +25,7 @@ from megatrain.recipe import load_recipe, resolve_asset
 from megatrain.report.events import SaveReport, StepReport
 from megatrain.stream.step import StepNumbers
 from megatrain.train import prospect
+from megatrain.train.checkpoint import Checkpoint, remove
 from megatrain.train.export import export_checkpoint
 from megatrain.train.manifest import Manifest
 from megatrain.train.model_config import read_config
@@ -305,6 +306,37 @@ def test_a_checkpoint_exports_to_what_the_run_exported(tmp_path: Path, rows: Pat
     assert done.step == json.loads((folder / "run.json").read_text())["steps"]
     export_checkpoint(done.checkpoint, out=tmp_path / "fp32", dtype="fp32", console=console, check=lambda: None)
     assert json.loads((tmp_path / "fp32" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_an_export_of_a_run_that_goes_on_takes_the_newest_when_the_one_it_reads_is_pruned(
+    tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    output = {"dir": str(folder), "keep": 9}
+    train(whole_recipe(folder, rows=rows, train={"save_every": 2}, output=output))
+    old, middle, newest = sorted((folder / "checkpoints").iterdir())
+    newest.rename(tmp_path / "newest")
+    real = Checkpoint.load_into
+
+    def pruned(self: Checkpoint, *args: Any, **options: Any) -> None:
+        if self.path == middle:
+            (tmp_path / "newest").rename(newest)
+            remove(middle)
+            remove(old)
+        real(self, *args, **options)
+
+    monkeypatch.setattr(Checkpoint, "load_into", pruned)
+    made = session(whole_recipe(folder, rows=rows))
+    done = export_checkpoint(folder, out=tmp_path / "out", dtype="auto", console=made._console, check=lambda: None)
+    assert done.checkpoint == newest
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == weights(folder)
+    told = made.told  # type: ignore[attr-defined]
+    assert any("step-000004 was removed by its run while it was read" in text for text in told)
+    assert not any("damaged" in text or "skipped" in text for text in told)
+    newest.rename(tmp_path / "newest")
+    shutil.copytree(tmp_path / "newest", middle)
+    with pytest.raises(UsageError, match="was removed while it was read"):
+        export_checkpoint(middle, out=tmp_path / "out2", dtype="auto", console=made._console, check=lambda: None)
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------

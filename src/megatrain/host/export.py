@@ -18,12 +18,14 @@ import torch
 from transformers import GenerationConfig
 
 from megatrain.errors import DiskError, UsageError
+from megatrain.files import is_mount, refuse_lost_link
 from megatrain.host.disk_writer import write_shard
 from megatrain.host.layout_on_disk import DiskTensor, like_source, like_transformers
 from megatrain.host.mapping import map_checkpoint
 from megatrain.host.source import INDEX, SINGLE, has_weights, locate
 from megatrain.host.store import HostStore
 from megatrain.model.layout import Entry
+from megatrain.units import format_size
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
@@ -63,7 +65,7 @@ def export_model(
     refuse_foreign(out, source=source)
     disk = disk_tensors(store, meta_model=meta_model, source=source, dtype=dtype)
     shards = split_into_shards(disk, shard_bytes=shard_bytes)
-    aside = out.with_name(f".{out.name}.partial")
+    aside = _aside(out)
     with _disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         _remove(aside)
@@ -180,20 +182,41 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def refuse_foreign(out: Path, *, source: Path | None) -> None:
-    """Raises UsageError when an export to `out` would replace something else than an earlier export."""
+    """Raises UsageError when an export to `out` would replace something else than an earlier export, or cannot be put
+    there at all."""
     if source is not None and out.exists() and source.exists() and out.samefile(source):
         raise UsageError("the export would overwrite the source model", where=str(out), hint="choose another folder")
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").is_file():
         raise UsageError("the folder holds something else than a model", where=str(out), hint="choose another folder")
     if out.exists() and not out.is_dir():
         raise UsageError("is a file, not a folder", where=str(out), hint="choose another folder")
+    refuse_lost_link(out)
+    if is_mount(out):
+        raise UsageError(
+            "something is mounted there, and a model is written beside its place and renamed",
+            where=str(out),
+            hint=f"choose a folder below it, such as {out / 'model'}, with megatrain export or as output.dir",
+        )
+    for path in (_aside(out), _old(out)):
+        if path.exists() and not path.is_dir() and not path.is_symlink():
+            raise UsageError(
+                f"is a file, and an export to {out} needs a folder of that name", where=str(path), hint="remove it"
+            )
+
+
+def _aside(out: Path) -> Path:
+    return out.with_name(f".{out.name}.partial")
+
+
+def _old(out: Path) -> Path:
+    return out.with_name(f".{out.name}.old")
 
 
 def _check_space(folder: Path, *, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise DiskError(
-            f"the exported model needs {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free",
+            f"the exported model needs {format_size(needed)} and {format_size(free)} are free",
             where=str(folder),
             hint="free some space and run: megatrain export CHECKPOINT OUT",
         )
@@ -204,7 +227,7 @@ def _swap(aside: Path, out: Path) -> None:
     for path in aside.iterdir():
         _force(path)
     _force(aside)
-    old = out.with_name(f".{out.name}.old")
+    old = _old(out)
     _remove(old)
     if out.exists():
         out.rename(old)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MANY = 1 << 30
 """Checkpoints, where nobody knows how many."""
@@ -25,6 +25,16 @@ class DiskNeeds:
     saves: int  # checkpoints that will be written, at least
     saves_at_most: int  # more where the clock decides, or the steps are not counted yet
     resumed: bool = False  # the newest checkpoint is here, and stays until the next is whole
+
+    @property
+    def of_checkpoints(self) -> DiskNeeds:
+        """What the disk of the checkpoints must have where the model goes to another."""
+        return replace(self, export=0)
+
+    @property
+    def of_export(self) -> DiskNeeds:
+        """What that other disk must have."""
+        return DiskNeeds(checkpoint=0, export=self.export, keep=self.keep, saves=0, saves_at_most=0)
 
     @property
     def table(self) -> dict[str, int]:

@@ -35,6 +35,7 @@ class MetricsLog:
     def sync(self) -> None:
         """Force what was written to the disk: called before a checkpoint that counts on these lines."""
         self._flush()
+        self._bring_back()
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -52,6 +53,17 @@ class MetricsLog:
         kept = b"".join(line + b"\n" for line in data.split(b"\n") if _belongs(line, step=step, eval_step=eval_step))
         if kept != data:
             self._replace(kept)
+
+    def _bring_back(self) -> None:
+        """Where somebody removed the file: it is still open here, and is written again with all that it holds."""
+        if os.path.lexists(self._path):
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._replace(os.pread(self._fd, self._end, 0))
+        except OSError as error:
+            return self._trouble(error)
+        self._warn(f"{self._path} was removed; its lines are written again, and it goes on")
 
     def _replace(self, data: bytes) -> None:
         write_whole(self._path, data)

@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -60,10 +61,13 @@ class CheckpointWriter:
         console: Console,
         stop: StopFlag,
         retry_waits_s: Sequence[float] | None = None,
+        mend_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """retry_waits_s: RETRY_WAITS_S unless given."""
+        """retry_waits_s: RETRY_WAITS_S unless given. mend_folder: called before each attempt, to write again what else
+        belongs in the run's folder and was removed; raises OSError."""
         self._folder, self._store, self._identity, self._keep = folder, store, identity, keep
         self._console, self._stop = console, stop
+        self._mend_folder = mend_folder
         self._retry_waits_s = RETRY_WAITS_S if retry_waits_s is None else retry_waits_s
         self._bytes_per_s: float | None = None  # of the last checkpoint, for the expected time of the next
 
@@ -80,23 +84,25 @@ class CheckpointWriter:
         """
         gate = gate or UnitGate()
         self._tell_expected_time(state)
-        waits, begin_s = iter(self._retry_waits_s), time.perf_counter()
+        waits, begin_s, first = iter(self._retry_waits_s), time.perf_counter(), ""
         while True:
             attempt_s = time.perf_counter()
             try:
                 manifest = self._write(state, gate=gate, patient=patient)
                 break
             except OSError as error:
-                self._remove_partial()
+                self._try_to_remove_partial()
+                first = first or _reason(error)
+                reason = first if _reason(error) == first else f"{_reason(error)}; at first: {first}"
                 if not gate.hold_again():
-                    raise SnapshotGone(_reason(error)) from error
+                    raise SnapshotGone(reason) from error
                 wait_s = next(waits, None)
                 if wait_s is None or self._stop.requested:
-                    raise self._failure(error, state=state) from error
-                self._console.warn(f"cannot write the checkpoint: {_reason(error)}; trying again in {wait_s:.0f} s")
+                    raise self._failure(reason, state=state) from error
+                self._console.warn(f"cannot write the checkpoint: {reason}; trying again in {wait_s:.0f} s")
                 self._pause(wait_s)
             except SnapshotGone:
-                self._remove_partial()
+                self._try_to_remove_partial()
                 raise
         gate.open()
         self._bytes_per_s = manifest.total_bytes / (time.perf_counter() - attempt_s)
@@ -113,6 +119,7 @@ class CheckpointWriter:
         )
 
     def _write(self, state: TrainState, *, gate: UnitGate, patient: bool) -> Manifest:
+        self._mend_folder()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._remove_partial()
         self._make_room(state)
@@ -196,7 +203,12 @@ class CheckpointWriter:
                 if path.is_symlink() or not path.is_dir():
                     path.unlink()
                 else:
-                    shutil.rmtree(path, ignore_errors=True)
+                    shutil.rmtree(path)
+
+    def _try_to_remove_partial(self) -> None:
+        """What cannot go now goes before the next attempt, or ends that with a reason."""
+        with suppress(OSError):
+            self._remove_partial()
 
     # -- what is told -------------------------------------------------------------------------------------
 
@@ -211,12 +223,12 @@ class CheckpointWriter:
             self._bytes_per_s = nbytes / seconds
             self._tell_expected_time(state)
 
-    def _failure(self, error: OSError, *, state: TrainState) -> DiskError:
+    def _failure(self, reason: str, *, state: TrainState) -> DiskError:
         previous = newest_checkpoint(self._folder)
         kept = f"{previous.name} is intact" if previous is not None else "there is no earlier checkpoint"
         again = "go on with --resume auto" if previous is not None else "start again: nothing that was trained is on it"
         return DiskError(
-            f"the checkpoint of step {state.step} cannot be written ({_reason(error)}); {kept}",
+            f"the checkpoint of step {state.step} cannot be written ({reason}); {kept}",
             hint=f"make room on the disk and {again}",
             where=str(self._folder),
         )

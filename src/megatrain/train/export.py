@@ -22,12 +22,14 @@ from megatrain.optim.threads import optimizer_threads
 from megatrain.recipe import Recipe, recipe_from_dict
 from megatrain.report.console import Console
 from megatrain.stream.device import CpuDevice
-from megatrain.train.checkpoint import Checkpoint, find_checkpoints
+from megatrain.train import manifest as manifests
+from megatrain.train.checkpoint import Checkpoint, find_checkpoints, step_of
 from megatrain.train.manifest import Damaged
 from megatrain.train.model_config import model_path, read_config
 from megatrain.train.run import Run
 
 Dtype = Literal["auto", "bf16", "fp16", "fp32"]
+_ATTEMPTS = 5
 _PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -73,9 +75,32 @@ def export_checkpoint(
 ) -> ExportedCheckpoint:
     """Write a checkpoint (a run's folder: its newest) as a model. Its moments are checked but not held in memory.
 
+    A run that is still going removes checkpoints while they are read: then its newest is taken, a few times.
     Raises UsageError when there is no usable checkpoint.
     """
-    checkpoint = _pick(path, console=console)
+    for _ in range(_ATTEMPTS):
+        checkpoint = _pick(path, console=console)
+        try:
+            return _export(checkpoint, out=out, dtype=dtype, console=console, check=check)
+        except Damaged as error:
+            if not _is_gone(checkpoint.path):
+                raise UsageError(f"{checkpoint.path} is damaged: {error}", where=str(path)) from error
+        if checkpoint.path == path:
+            raise UsageError(
+                "was removed while it was read", where=str(path), hint="give the run's folder to export its newest"
+            )
+        console.note(f"{checkpoint.path.name} was removed by its run while it was read; taking the newest")
+    raise UsageError(
+        f"each of {_ATTEMPTS} checkpoints was removed while it was read",
+        where=str(path),
+        hint="the run saves faster than this reads: wait until it ends, or keep more of them (output.keep)",
+    )
+
+
+def _export(
+    checkpoint: Checkpoint, *, out: Path, dtype: Dtype, console: Console, check: Callable[[], None]
+) -> ExportedCheckpoint:
+    """Raises Damaged."""
     identity = checkpoint.manifest.identity
     recipe = recipe_from_dict(identity.recipe, source=str(checkpoint.path))
     refuse_foreign(out, source=_source(recipe))  # before anything is read
@@ -91,23 +116,24 @@ def export_checkpoint(
     )
     model = StreamedModel.build(spec, rng=CpuDevice().rng)
     if model.sizes.config_hash != identity.config_hash:
-        raise UsageError(f"{recipe.model.path} no longer holds the model of this checkpoint", where=str(path))
+        raise UsageError(
+            f"{recipe.model.path} no longer holds the model of this checkpoint", where=str(checkpoint.path)
+        )
     tokenizer = load_tokenizer(recipe)
     store = HostStore.allocate(model.anatomy, pin=False, threads=optimizer_threads(None), training=False)
     try:
         checkpoint.load_into(store, console=console, check=check)
-    except Damaged as error:
-        raise UsageError(f"{checkpoint.path} is damaged: {error}", where=str(path)) from error
-    console.phase(f"exporting {checkpoint.path.name} to {out}")
-    exported = export_model(
-        store,
-        out,
-        meta_model=model.meta_model,
-        source=_source(recipe),
-        dtype=dtype,
-        save_tokenizer=_tokenizer_saver(tokenizer, recipe=recipe),
-    )
-    store.close()
+        console.phase(f"exporting {checkpoint.path.name} to {out}")
+        exported = export_model(
+            store,
+            out,
+            meta_model=model.meta_model,
+            source=_source(recipe),
+            dtype=dtype,
+            save_tokenizer=_tokenizer_saver(tokenizer, recipe=recipe),
+        )
+    finally:
+        store.close()
     return ExportedCheckpoint(checkpoint.path, checkpoint.state.step, exported)
 
 
@@ -121,12 +147,22 @@ def _pick(path: Path, *, console: Console) -> Checkpoint:
             return Checkpoint.open(path)
         except Damaged as error:
             raise UsageError(f"is no usable checkpoint: {error}", where=str(path), hint=hint) from error
-    found = find_checkpoints(folder)
+    for _ in range(_ATTEMPTS):  # between the look and the reading all that was seen may have gone, for a newer one
+        found = find_checkpoints(folder)
+        if found.usable or not any(_is_gone(skipped.path) for skipped in found.skipped):
+            break
+    newest = found.usable[0].state.step if found.usable else -1
     for skipped in found.skipped:
-        console.warn(f"{skipped.path.name} was skipped: {skipped.reason}")
+        if step_of(skipped.path) > newest:  # older ones are of no interest, and may be going just now
+            console.warn(f"{skipped.path.name} was skipped: {skipped.reason}")
     if not found.usable:
         raise UsageError("holds no usable checkpoint", where=str(folder))
     return found.usable[0]
+
+
+def _is_gone(checkpoint: Path) -> bool:
+    """Whether it was removed, or is being: the manifest goes first."""
+    return not (checkpoint / manifests.NAME).exists()
 
 
 def _source(recipe: Recipe) -> Path | None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from megatrain.files import read_own
 from megatrain.train.state import TrainState
 from megatrain.train.typed import misfit
 
@@ -91,7 +92,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint whose files all have the size that it says. Raises Damaged."""
     try:
-        text = (folder / NAME).read_text()
+        text = read_own(folder / NAME).decode()
     except FileNotFoundError:
         raise Damaged("it has no manifest: it was never completed") from None
     except (OSError, UnicodeDecodeError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatrain.recipe import Recipe, diff_for_resume, recipe_from_dict
 from megatrain.train.checkpoint import Checkpoint, Found, find_checkpoints
 from megatrain.train.manifest import Damaged, Identity
 from megatrain.train.rundir import RunDir
+from megatrain.train.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -78,18 +80,60 @@ def _automatic(rundir: RunDir, *, recipe: Recipe) -> Start:
     if found.usable:
         return _resume(rundir, found=found, recipe=recipe, in_place=True)
     warnings = _skipped(found)
-    if rundir.model.exists() or rundir.read_summary().get("status") == "done":
-        if not warnings:
-            note = f"the run in {rundir.path} is finished; there is nothing to resume"
-            return Start((), replaces=False, in_place=True, finished=True, notes=(note,), warnings=())
+    if rundir.read_summary().get("status") == "done":
+        return _finished_without_checkpoints(rundir, skipped=warnings, recipe=recipe)
+    if os.path.lexists(rundir.model):
         raise UsageError(
-            f"{rundir.path} holds a finished run, but no usable checkpoint: {'; '.join(warnings)}",
-            hint="its model is in place; --set output.overwrite=true with --resume never starts over",
+            f"{rundir.model} is there, but neither a checkpoint nor a run.json that says that a run has ended",
+            hint="choose another folder with --output-dir, or move it away: --resume auto never replaces a model",
             where="--resume",
         )
     held = rundir.holds_run()
     notes = (f"nothing to resume in {rundir.path}; starting afresh",) if held else ()
     return Start((), replaces=held, in_place=True, finished=False, notes=notes, warnings=warnings)
+
+
+def _finished_without_checkpoints(rundir: RunDir, *, skipped: tuple[str, ...], recipe: Recipe) -> Start:
+    """Its model may be all that is wanted; nothing else can be had from here."""
+    hint = "choose another folder with --output-dir for another run"
+    before, why = rundir.read_recipe(), "; ".join(skipped)
+    changed = _changed_in_all(before, recipe) if before is not None else []
+    if changed:
+        raise RecipeError(
+            f"{', '.join(changed)} changed since the run in {rundir.path}, which is finished and has no usable "
+            "checkpoint to go on from",
+            hint=hint,
+            where="--resume",
+        )
+    if before is None:
+        why = why or f"nor a {rundir.recipe.name} that says what was trained"
+    elif recipe.output.export and not rundir.model.exists():
+        why = why or "its model is gone too"
+    else:
+        why = why or _other_dtype(rundir, before=before, recipe=recipe)
+    if why:
+        raise UsageError(
+            f"{rundir.path} holds a finished run, but no usable checkpoint: {why}", hint=hint, where="--resume"
+        )
+    note = f"the run in {rundir.path} is finished; there is nothing to resume"
+    return Start((), replaces=False, in_place=True, finished=True, notes=(note,), warnings=())
+
+
+def _changed_in_all(before: Recipe, recipe: Recipe) -> list[str]:
+    """Dotted keys that may not change where nothing can be gone on with: the run's length is among them."""
+    lengths = {
+        "train.epochs": (before.train.epochs, recipe.train.epochs),
+        "train.steps": (before.train.steps, recipe.train.steps),
+    }
+    return diff_for_resume(before, recipe) + [key for key, (was, now) in lengths.items() if was != now]
+
+
+def _other_dtype(rundir: RunDir, *, before: Recipe, recipe: Recipe) -> str:
+    """What is to be said of the exported model where the recipe now wants it otherwise; nothing where it does not."""
+    was, wanted, there = before.output.export_dtype, recipe.output.export_dtype, rundir.exported_dtype()
+    if not recipe.output.export or was == wanted or wanted == there:
+        return ""
+    return f"{rundir.model} was exported as {there or was}, not as output.export_dtype={wanted}"
 
 
 def _from_path(rundir: RunDir, *, path: Path, recipe: Recipe) -> Start:
@@ -127,16 +171,43 @@ def _resume(rundir: RunDir, *, found: Found, recipe: Recipe, in_place: bool) -> 
             hint="only output, report, memory, intervals, epochs and steps may change; anything else is a new run",
             where="--resume",
         )
+    _refuse_beyond(found, recipe=recipe)
     same_length = (before.train.epochs, before.train.steps) == (recipe.train.epochs, recipe.train.steps)
     exported = rundir.model.exists() or not recipe.output.export
     done = same_length and exported and rundir.read_summary().get("status") == "done"
     finished = done and in_place and not _goes_back(newest, rundir=rundir)
-    note = (
-        f"the run in {rundir.path} is finished after {newest.state.step} steps; there is nothing to resume"
-        if finished
-        else f"resuming {newest.path} after step {newest.state.step}"
+    if not finished:
+        note = f"resuming {newest.path} after step {newest.state.step}"
+        return Start(found.usable, False, in_place, False, (note,), _skipped(found))
+    note = f"the run in {rundir.path} is finished after {newest.state.step} steps; there is nothing to resume"
+    other = _other_dtype(rundir, before=rundir.read_recipe() or before, recipe=recipe)
+    if other:
+        other += f": megatrain export {rundir.path} OUT --dtype {recipe.output.export_dtype} writes it elsewhere"
+    return Start(found.usable, False, in_place, True, (note,), (*_skipped(found), *filter(None, [other])))
+
+
+def _refuse_beyond(found: Found, *, recipe: Recipe) -> None:
+    """Raises UsageError for a checkpoint of a step that the run is not to reach: what is kept would not be what the
+    recipe asks for."""
+    newest = found.usable[0]
+    if not _is_beyond(newest.state, recipe=recipe):
+        return
+    asked = f"train.steps={recipe.train.steps}" if recipe.train.steps is not None else ""
+    asked = asked or f"train.epochs={recipe.train.epochs}"
+    earlier = [c for c in find_checkpoints(newest.path.parent).usable if not _is_beyond(c.state, recipe=recipe)]
+    raise UsageError(
+        f"{newest.path.name} is {newest.state.epochs:g} epochs and {newest.state.step} steps into the run, "
+        f"and {asked} ends before",
+        hint=f"--resume {earlier[0].path} goes on from before that end"
+        if earlier
+        else "no checkpoint from before that end is left: start a new run, or ask for more",
+        where="--resume",
     )
-    return Start(found.usable, False, in_place, finished, (note,), _skipped(found))
+
+
+def _is_beyond(state: TrainState, *, recipe: Recipe) -> bool:
+    steps, epochs = recipe.train.steps, recipe.train.epochs
+    return (steps is not None and state.step > steps) or (epochs is not None and state.epochs > epochs)
 
 
 def _goes_back(checkpoint: Checkpoint, *, rundir: RunDir) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatrain.data import Loader
@@ -14,7 +14,7 @@ from megatrain.plan.accounting import checkpoint_bytes
 from megatrain.plan.disk import MANY, DiskNeeds
 from megatrain.plan.preflight import disk_shortage, disk_words
 from megatrain.recipe import Recipe
-from megatrain.train.checkpoint import droppable, state_bytes
+from megatrain.train.checkpoint import droppable, given_up, state_bytes, steps
 from megatrain.train.export import export_bytes
 from megatrain.train.intervals import times_due
 from megatrain.train.model_config import model_path
@@ -46,11 +46,11 @@ def check_planned_room(prospect: Prospect, *, rundir: RunDir, start: Start, warn
         saves_at_most=MANY if saves is None else saves,
         resumed=start.in_place and bool(start.candidates),
     )
-    free = _free(rundir, start=start)
-    _refuse(needs, free=free, rundir=rundir)
-    short = disk_shortage(needs, free=free)
-    if short is not None:
-        warn(short)
+    for volume in _volumes(needs, rundir=rundir, start=start):
+        volume.refuse_if_short()
+        short = disk_shortage(volume.needs, free=volume.free)
+        if short is not None:
+            warn(short)
     return needs
 
 
@@ -58,25 +58,54 @@ def check_room(needs: DiskNeeds, *, run: Run, rundir: RunDir, start: Start) -> N
     """The same with the bytes that were allocated and those that the export will have. Raises DiskError."""
     export = export_bytes(run, dtype=run.recipe.output.export_dtype) if needs.export else 0
     exact = replace(needs, checkpoint=state_bytes(run.store), export=export)
-    _refuse(exact, free=_free(rundir, start=start), rundir=rundir)
+    for volume in _volumes(exact, rundir=rundir, start=start):
+        volume.refuse_if_short()
 
 
-def _free(rundir: RunDir, *, start: Start) -> int:
-    """Bytes free for this run: also those of what goes when it begins, or may go."""
-    there = next(p for p in (rundir.path, *rundir.path.absolute().parents) if p.exists())
-    free = shutil.disk_usage(there).free + (_size(rundir.path) if start.replaces else 0)
+@dataclass(frozen=True)
+class _Volume:
+    """A disk that the run writes to. free: in bytes, with what goes when the run begins, or may go."""
+
+    needs: DiskNeeds
+    free: int
+    where: Path
+
+    def refuse_if_short(self) -> None:
+        """Raises DiskError."""
+        if self.free < self.needs.least:
+            raise DiskError(
+                f"{format_size(self.needs.least)} of disk are needed and {format_size(self.free)} are free: "
+                f"{disk_words(self.needs)}",
+                where=str(self.where),
+                hint="make room, or choose another disk with --output-dir",
+            )
+
+
+def _volumes(needs: DiskNeeds, *, rundir: RunDir, start: Start) -> list[_Volume]:
+    """One; two where checkpoints are a link or a mount that leads to another disk than the rest of the folder."""
+    here, there = _nearest(rundir.path), _nearest(rundir.checkpoints)
+    free, checkpoints, rest = shutil.disk_usage(here).free, _freed_checkpoints(rundir, start=start), 0
+    if start.replaces:
+        rest = sum(_size(p) for p in (rundir.model, rundir.path / "tensorboard") if not p.is_symlink())
+    if here.stat().st_dev == there.stat().st_dev:
+        return [_Volume(needs, free + checkpoints + rest, rundir.path)]
+    return [
+        _Volume(needs.of_checkpoints, shutil.disk_usage(there).free + checkpoints, there.resolve()),
+        _Volume(needs.of_export, free + rest, rundir.path),
+    ]
+
+
+def _nearest(path: Path) -> Path:
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def _freed_checkpoints(rundir: RunDir, *, start: Start) -> int:
+    folder = rundir.checkpoints
+    if start.replaces:
+        return sum(_size(path) for path in (*steps(folder), *given_up(folder)))
     if start.in_place and start.candidates:
-        free += sum(_size(path) for path in droppable(rundir.checkpoints, step=start.candidates[0].state.step))
-    return free
-
-
-def _refuse(needs: DiskNeeds, *, free: int, rundir: RunDir) -> None:
-    if free < needs.least:
-        raise DiskError(
-            f"{format_size(needs.least)} of disk are needed and {format_size(free)} are free: {disk_words(needs)}",
-            where=str(rundir.path),
-            hint="make room, or choose another disk with --output-dir",
-        )
+        return sum(_size(path) for path in droppable(folder, step=start.candidates[0].state.step))
+    return 0
 
 
 def _planned_export(recipe: Recipe, *, planned: Planned) -> int:

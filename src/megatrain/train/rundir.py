@@ -16,8 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import DiskError, UsageError
-from megatrain.files import open_own, refuse_link, write_whole
+from megatrain.errors import DiskError, MegatrainError, UsageError
+from megatrain.files import is_mount, open_own, read_own, refuse_link, write_whole
+from megatrain.recipe import Recipe, load_recipe
+from megatrain.train.checkpoint import given_up, remove, steps
+
+_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 class RunDir:
@@ -43,14 +47,34 @@ class RunDir:
     def read_summary(self) -> dict[str, Any]:
         """run.json, or an empty object when there is none that can be read."""
         try:
-            summary = json.loads(self.summary.read_text(encoding="utf-8"))
+            summary = json.loads(read_own(self.summary))
         except (OSError, ValueError, RecursionError):
             return {}
         return summary if isinstance(summary, dict) else {}
 
+    def read_recipe(self) -> Recipe | None:
+        """recipe.yaml, of the last process that trained here; None when there is none that can be read."""
+        try:
+            return load_recipe(str(self.recipe)) if self.recipe.is_file() else None
+        except MegatrainError:
+            return None
+
+    def exported_dtype(self) -> str | None:
+        """As output.export_dtype names what model/ states; None when it says nothing."""
+        try:
+            config = json.loads(read_own(self.model / "config.json"))
+            stated = config.get("dtype", config.get("torch_dtype"))
+        except (OSError, ValueError, RecursionError, AttributeError):
+            return None
+        return _DTYPES.get(stated) if isinstance(stated, str) else None
+
     def clear(self) -> None:
         """Remove the run that is here, and nothing that is not ours."""
-        for folder in (self.checkpoints, self.model, self.path / "tensorboard"):
+        for path in (*steps(self.checkpoints), *given_up(self.checkpoints)):  # the folder may be a link or a mount
+            remove(path)
+        if self.checkpoints.is_dir() and not is_mount(self.checkpoints) and not self.checkpoints.is_symlink():
+            shutil.rmtree(self.checkpoints)
+        for folder in (self.model, self.path / "tensorboard"):
             if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder)
         for file in (self.recipe, self.metrics, self.summary, self.crash, self.wandb_id):

@@ -6,6 +6,7 @@ Nothing of an earlier run in the folder is touched before the new one has its we
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.errors import MegatrainError, UsageError
+from megatrain.errors import DiskError, MegatrainError, UsageError
 from megatrain.plan.disk import SPARE_BYTES
 from megatrain.recipe import Recipe
 from megatrain.report.console import Console
@@ -34,6 +35,7 @@ from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.export import export_bytes, export_run
 from megatrain.train.failure import error_object, machine_error
 from megatrain.train.manifest import Damaged
+from megatrain.train.preflight import check_places
 from megatrain.train.prospect import Prospect, look_ahead
 from megatrain.train.replan import train_through
 from megatrain.train.resume import Start, check_same_run, decide
@@ -67,6 +69,7 @@ class Session:
         self._tell(start)
         if start.finished:
             return {"status": "dry-run", "exit_code": 0, "finished": True}
+        check_places(self.rundir, recipe=self.recipe, start=start)
         prospect = look_ahead(self.recipe, start=start, console=self._console, stop=self._stop)
         check_planned_room(prospect, rundir=self.rundir, start=start, warn=self._console.warn)
         if not start.candidates:
@@ -89,11 +92,12 @@ class Session:
             self._tell(start)
             if start.finished:
                 return self._finished_before()
+            check_places(self.rundir, recipe=self.recipe, start=start)
             self.owns_folder = not (start.candidates or start.replaces)
             with self._failures_reported():
                 self._train(start)
             report = self.report("done", exit_code=0)
-            self.rundir.write_summary(report.to_json())
+            self._write_end(report)
             return report
 
     # -- phases -------------------------------------------------------------------------------------------
@@ -147,10 +151,18 @@ class Session:
                 keep=self.recipe.output.keep,
                 console=self._console,
                 stop=self._stop,
+                mend_folder=self._mend_folder,
             ),
             stop=self._stop,
         )
         return self._trainer
+
+    def _mend_folder(self) -> None:
+        """Whoever resumes from a folder that was removed and made again has to find the recipe in it, too."""
+        if not os.path.lexists(self.rundir.recipe):
+            self.rundir.path.mkdir(parents=True, exist_ok=True)
+            self.rundir.write_recipe(self.recipe.to_yaml())
+            self._console.warn(f"{self.rundir.recipe} was removed; it is written again")
 
     def _build(self, prospect: Prospect, *, start: Start) -> tuple[Run, TrainState, Checkpoint | None]:
         """The run with its weights in memory, and where it stands."""
@@ -281,6 +293,18 @@ class Session:
             versions=versions(),
             error=error,
         )
+
+    def _write_end(self, report: RunReport) -> None:
+        """Raises DiskError where run.json cannot be written; then only that is missing."""
+        try:
+            self.rundir.write_summary(report.to_json())
+        except OSError as error:
+            self.summary = report.to_json()
+            raise DiskError(
+                f"cannot be written: {error.strerror}; the run is done, and checkpoint and model are in place",
+                where=str(self.rundir.summary),
+                hint="once it can be, --resume auto writes it",
+            ) from error
 
     def _finished_before(self) -> RunReport:
         """What the finished run said of itself."""
