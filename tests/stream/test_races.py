@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -93,7 +94,8 @@ def run(case: Case, *, skip: int | None = None) -> tuple[TimelineDevice, list[fl
     store = HostStore.allocate(model.anatomy, pin=False, threads=1, extra_pinned_bytes=rows)
     for host in store.units:
         for entry in host.unit.layout.params:
-            generator = torch.Generator().manual_seed(hash((host.unit.index, entry.name)) % 1000)
+            seed = zlib.crc32(f"{host.unit.index} {entry.name}".encode())  # not hash(): it differs by process
+            generator = torch.Generator().manual_seed(seed)
             host.set_master(entry, torch.rand(entry.shape, generator=generator) - 0.5)
     updates = TimelineUpdates(device, units=len(store.units), behind=lambda unit: case.behind)
 
