@@ -57,8 +57,10 @@ def refuse_lost_link(path: Path) -> None:
 
 def is_mount(path: Path) -> bool:
     """Whether something is mounted there; also a folder of the same disk, which os.path.ismount does not see."""
-    if os.path.ismount(path) or path.is_symlink():
-        return not path.is_symlink()
+    if path.is_symlink():
+        return False
+    if os.path.ismount(path):
+        return True
     try:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:  # not this kernel
