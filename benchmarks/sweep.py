@@ -4,7 +4,8 @@
     python benchmarks/sweep.py --tiny --budget 120          small shapes on the CPU, to see that it works
 
 Each point is a process of `megatrain bench --json`. The base is varied along one axis at a time; the points that
-tell most come first, and what does not fit into the budget is left out and named. Writes sweep.md and sweep.json.
+tell most come first, and what does not fit into the budget is left out and named. Writes sweep.md and sweep.json;
+with --go-on, what sweep.json has is not measured again.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ LARGE = Axes(
     tokens=(4096, 131_072, 16_384, 32_768, 8192),
     seq_len=(32_768, 8192, 4096, 16_384, 2048),
     layers=(9, 18, 27),
-    micro_batch=(1, 4, 32, 8, 2),
+    micro_batch=(1, 4, 8, 2),
 )
 TINY = Axes(
     base=Point(tokens=512, seq_len=64), tokens=(128, 1024), seq_len=(32, 128), layers=(2, 8), micro_batch=(1, 4)
@@ -168,13 +169,26 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.1f} GiB" if nbytes else "-"
 
 
+def earlier(out: Path) -> list[Row]:
+    """The rows of an earlier sweep into the same folder."""
+    file = out / "sweep.json"
+    if not file.exists():
+        return []
+    rows = []
+    for entry in json.loads(file.read_text()):
+        point, failure = Point(**entry.pop("point")), entry.pop("failure")
+        rows.append(Row(point, entry, failure))
+    return rows
+
+
 def sweep(
-    axes: Axes, *, model: str, extra: Sequence[str], steps: int, budget_s: float, out: Path
+    axes: Axes, *, model: str, extra: Sequence[str], steps: int, budget_s: float, out: Path, before: Sequence[Row] = ()
 ) -> tuple[list[Row], list[Point]]:
     """Measure until the budget is used; the files are written anew after every point. (rows, points left out)"""
     deadline = time.monotonic() + budget_s
-    rows: list[Row] = []
-    wanted = points(axes)
+    rows = list(before)
+    known = {row.point for row in rows}
+    wanted = [point for point in points(axes) if point not in known]
     while wanted and (left_s := deadline - time.monotonic()) > LEAST_S:
         row = measure(wanted[0], model=model, extra=extra, steps=steps, limit_s=left_s)
         if row is None:
@@ -195,6 +209,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="measured steps of each point")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for megatrain bench")
     parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR")
+    parser.add_argument("--go-on", action="store_true", help="keep what DIR/sweep.json has, measure the rest")
     parser.add_argument("--tiny", action="store_true", help="small shapes, for a machine without a GPU")
     given = parser.parse_args()
     model = str(resolve_asset("megatrain:kjv-tiny")) if given.tiny else given.model
@@ -207,6 +222,7 @@ def main() -> None:
         steps=given.steps,
         budget_s=given.budget,
         out=given.out,
+        before=earlier(given.out) if given.go_on else (),
     )
     print(table(rows, left_out=left_out), end="")
 
