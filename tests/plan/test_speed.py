@@ -31,6 +31,7 @@ class Cut:
     attention: str = ""
     attention_bytes: int = 0
     attention_buffers: int = 0
+    on_cpu: bool = False
 
 
 def unit(name: str, elems: int, params: int) -> UnitSizes:
@@ -88,6 +89,16 @@ def test_the_estimate_is_within_an_eighth_of_what_was_measured(
     assert found.bound_by == bound_by
     assert found.light_s < step_s  # nothing was measured to be faster than light
     assert found.light_s <= found.step_s
+
+
+@pytest.mark.parametrize(("rows", "parts", "step_s"), [(1, 64, 6.653), (2, 32, 4.563)])
+def test_rows_so_few_that_the_host_cannot_keep_ahead(rows: int, parts: int, step_s: float) -> None:
+    """Measured on two hosts, one 1.4 times as fast as the other: the estimate is of neither."""
+    found = speed(B3, replace(cut(B3, rows=rows, parts=parts), resident=13))
+    assert found.step_s == pytest.approx(step_s, rel=0.25)
+    assert found.bound_by == "launches"
+    assert found.compute_s < 0.8 * step_s
+    assert speed(B3, replace(cut(B3, rows=rows, parts=parts), on_cpu=True)).launch_s == 0
 
 
 def test_tflops_are_counted_as_the_bench_table_counts_them() -> None:

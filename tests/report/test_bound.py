@@ -31,6 +31,29 @@ def test_bound_by(
     assert found == who
 
 
+@pytest.mark.parametrize(
+    ("step_s", "exposed_optimizer_s", "waited_s", "who"),
+    [
+        (6.6, 0.0, 0.001, "launches"),  # done as soon as the last kernel was enqueued
+        (2.7, 0.0, 0.31, "compute"),
+        (2.7, 0.0, None, "compute"),  # a CPU enqueues nothing
+        (0.05, 0.0, 0.012, "compute"),  # a quarter of a short step
+        (2.0, 1.9, 0.001, "optimizer"),
+    ],
+)
+def test_a_device_that_is_done_with_the_host_waited_for_it(
+    step_s: float, exposed_optimizer_s: float, waited_s: float | None, who: str
+) -> None:
+    found = bound_by(
+        step_s=step_s,
+        optimizer_s=2 * exposed_optimizer_s,
+        exposed_optimizer_s=exposed_optimizer_s,
+        exposed_transfer_s=0.0,
+        waited_s=waited_s,
+    )
+    assert found == who
+
+
 def test_the_drivers_count_is_that_of_one_process_over_all_gpus() -> None:
     table = "100, 512\n7, 1024\n7, 2048\n8, [N/A]\nnonsense\n"
     assert vram_of(table, pid=7) == 3 << 30

@@ -290,7 +290,7 @@ def stage(
             eval_batches=[[None, None]] * eval_groups,
             plan=SimpleNamespace(micro_batch=2),
             yardstick=None,
-            device=SimpleNamespace(memory_peak_bytes=lambda: 0),
+            device=SimpleNamespace(memory_peak_bytes=lambda: 0, memory_given_back=lambda: 0),
         ),
     )
     metrics = MetricsLog(rundir.metrics, warn=console.warn)

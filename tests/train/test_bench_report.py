@@ -22,7 +22,6 @@ def planned() -> Any:
         tile_tokens=0,
         expert_groups=0,
         threads=14,
-        on_cpu=False,
         activations="device",
         head_chunk=4096,
         device={"weight slots": 17 * GIB},
@@ -41,7 +40,7 @@ def planned() -> Any:
     )
 
 
-def step(step_s: float, *, tokens: int = TOKENS, loss: float = 12.0) -> BenchStep:
+def step(step_s: float, *, tokens: int = TOKENS, loss: float = 12.0, waited_s: float = 0.4) -> BenchStep:
     return BenchStep(
         step_s=step_s,
         tokens=tokens,
@@ -52,6 +51,7 @@ def step(step_s: float, *, tokens: int = TOKENS, loss: float = 12.0) -> BenchSte
         optimizer_s=0.618,
         exposed_optimizer_s=0.063,
         exposed_transfer_s=0.011,
+        waited_s=waited_s,
     )
 
 
@@ -103,6 +103,20 @@ def test_the_words() -> None:
     assert "fetch 50.0 GB/s inside copies" in lines[3]
     assert "compute busy 99.6%" in lines[3]
     assert lines[4].startswith("VRAM 16.0 GiB (planned 17.0 GiB, pool and context: the driver tells no count); host ")
+
+
+def test_launches_hold_a_step_whose_device_waits_for_kernels() -> None:
+    found = report(step(2.7, waited_s=0.001))
+    assert (found.bound_by, found.waited_s) == ("launches", 0.001)
+    assert "held by launches: the host enqueues kernels no faster" in report_text(found)
+
+
+def test_a_device_that_was_too_full_is_told() -> None:
+    course = Course((), (step(2.7),), StepTrace((), 0.0, 2.7), 5.0, 15.0, "random tokens", given_back=12)
+    found = bench_report(planned(), course=course)
+    assert found.vram_given_back == 12
+    assert "PyTorch gave memory back and took it anew 12 times while measured; host" in report_text(found)
+    assert "gave memory back" not in report_text(report(step(2.7)))
 
 
 def test_the_picture_can_be_coloured() -> None:

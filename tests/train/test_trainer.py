@@ -259,7 +259,7 @@ def test_a_loss_far_above_the_usual_is_noted_and_changes_nothing(tmp_path: Path)
 def test_a_long_run_without_checkpoints_on_the_way_is_told_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_s: float, save_every: int | None, told: int
 ) -> None:
-    monkeypatch.setattr("megatrain.train.trainer.LONG_S", long_s)
+    monkeypatch.setattr("megatrain.train.notices.LONG_S", long_s)
     run = stage(tmp_path, epochs=None, steps=6, save_every=save_every)
     run.train()
     assert sum("no checkpoint on the way" in text for text in run.console.told) == told

@@ -18,7 +18,7 @@ def stick(*, moment_bytes: int = 4) -> Yardstick:
 
 
 def plan(*, on_cpu: bool = False) -> Any:
-    return SimpleNamespace(**vars(cut(B7, rows=16, parts=1)), threads=14, on_cpu=on_cpu)
+    return SimpleNamespace(**{**vars(cut(B7, rows=16, parts=1)), "threads": 14, "on_cpu": on_cpu})
 
 
 def test_there_is_none_where_the_peak_is_a_guess() -> None:

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from megatrain.train.baselines.runner import Baseline
     from megatrain.train.bench_report import BenchReport, StepTrace
 
+HELD_BY = {
+    "compute": "compute",
+    "optimizer": "the optimizer",
+    "link": "the link",
+    "launches": "launches: the host enqueues kernels no faster; more rows at once make them longer",
+}
 _COLOURS = {"fetch": "36", "compute": "32", "send": "35", "optimizer": "33"}
 
 
@@ -83,7 +89,7 @@ def _speed(report: BenchReport) -> str:
 
 
 def _bound(report: BenchReport) -> str:
-    text = f"held by {'the ' if report.bound_by != 'compute' else ''}{report.bound_by}"
+    text = f"held by {HELD_BY[report.bound_by]}"
     if report.light_s is None or report.light_share is None:
         return text
     return f"{text}; speed of light {report.light_s:.3f} s ({report.light_by}), the step is at {report.light_share:.0%}"
@@ -111,7 +117,10 @@ def _memory(report: BenchReport) -> str:
         return host
     counted = "" if report.vram_driver_bytes is not None else ", pool and context: the driver tells no count"
     planned = format_size(report.vram_planned_bytes)
-    return f"VRAM {format_size(report.vram_peak_bytes)} (planned {planned}{counted}); {host}"
+    full = ""
+    if report.vram_given_back:
+        full = f"; too full: PyTorch gave memory back and took it anew {report.vram_given_back} times while measured"
+    return f"VRAM {format_size(report.vram_peak_bytes)} (planned {planned}{counted}){full}; {host}"
 
 
 def _start(report: BenchReport) -> str:

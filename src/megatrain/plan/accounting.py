@@ -16,7 +16,7 @@ from megatrain.plan.experts import GroupedExperts
 from megatrain.plan.hardware import Limit
 from megatrain.plan.process import STREAMING_BYTES
 from megatrain.plan.slices import SlicedEnds
-from megatrain.plan.transient import POOL_SHARE, Transient
+from megatrain.plan.transient import Transient
 
 LOAD_BUFFERS = 2
 """Inputs on their way back to the device when activations wait in host memory."""
@@ -201,8 +201,9 @@ def _device_bytes(chosen: MemoryPlan, *, terms: Terms, passing: Transient) -> di
         "activations": _device_inputs(chosen, sizes=sizes),
         "one layer's backward or the head": (peak := passing.peak_bytes(chunk=chosen.head_chunk)),
     }
-    if terms.compiled:
-        table["PyTorch's pool beyond what is in use"] = int(POOL_SHARE * peak)
+    beyond = passing.pool_bytes(peak=peak)
+    if beyond and (terms.compiled or terms.context_bytes):
+        table["PyTorch's pool beyond what is in use"] = beyond
     if chosen.attention:
         table["attention outputs"] = _device_attention(chosen, sizes=sizes)
     if ends:

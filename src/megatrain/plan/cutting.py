@@ -19,15 +19,19 @@ WORTH_TOKENS = 8192
 """Tokens of a micro-batch below which a larger one is worth a second product with the head. On an H200 a 7B shape
 made 9,083 tok/s with 3k tokens at once and the head whole, 10,405 with 11k and slices, 10,990 with 11k and the head
 whole."""
+GRAD_BUFFERS = 2
+"""A gradient is on its way home while the next one is cast. One does where memory is short: a layer's backward takes
+longer than its gradient's way, unless a step has few tokens."""
 
 
 def attempt(job: Job) -> MemoryPlan:
     """The best plan that fits; if none does, the nearest (`fits` is then False).
 
     The head is cut into slices only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS can so be
-    made twice as large: slices cost a second product with the head. Experts come in groups only where nothing fits
-    otherwise, in as few as do: every group passes over all tokens. MLPs run in tiles only where nothing fits otherwise:
-    such layers are not compiled. A resumed run stays as it was.
+    made twice as large: slices cost a second product with the head. Gradients go home through one buffer in place of
+    two only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS get larger. Experts come in groups
+    only where nothing fits otherwise, in as few as do: every group passes over all tokens. MLPs run in tiles only where
+    nothing fits otherwise: such layers are not compiled. A resumed run stays as it was.
     """
     chosen = _sliced(job, groups=_resumed_groups(job), tile=_resumed_tile(job))
     if _may_tile(job) and not chosen.fits and not _host_is_short(chosen):
@@ -41,15 +45,28 @@ def attempt(job: Job) -> MemoryPlan:
 
 def _sliced(job: Job, *, groups: int, tile: int) -> MemoryPlan:
     """The best plan with so many groups of experts, with as many slices of the head as it takes."""
-    chosen = _first(job, slices=_resumed_slices(job), groups=groups, tile=tile)
-    tokens = min(WORTH_TOKENS, job.batch_size * job.seq_len)
+    chosen = _buffered(job, slices=_resumed_slices(job), groups=groups, tile=tile)
     for slices in HEAD_SLICES if _may_slice(job) and not job.resumed else ():
-        if chosen.fits and chosen.micro_batch * job.seq_len >= tokens:
+        if _worth(chosen, job=job):
             break
-        other = _first(job, slices=slices, groups=groups, tile=tile)
+        other = _buffered(job, slices=slices, groups=groups, tile=tile)
         if other.fits and (not chosen.fits or other.micro_batch >= 2 * chosen.micro_batch):
             chosen = other
     return chosen
+
+
+def _buffered(job: Job, *, slices: int, groups: int, tile: int) -> MemoryPlan:
+    """The best plan of that kind, with as many buffers for gradients as it takes."""
+    chosen = _first(job, slices=slices, groups=groups, tile=tile)
+    if _worth(chosen, job=job):
+        return chosen
+    other = _first(job, slices=slices, groups=groups, tile=tile, grad_buffers=1)
+    return other if other.fits and (not chosen.fits or other.micro_batch > chosen.micro_batch) else chosen
+
+
+def _worth(chosen: MemoryPlan, *, job: Job) -> bool:
+    """Whether it fits with micro-batches so large that larger ones are worth no second product with the head."""
+    return chosen.fits and chosen.micro_batch * job.seq_len >= min(WORTH_TOKENS, job.batch_size * job.seq_len)
 
 
 def nearest(job: Job) -> MemoryPlan:
@@ -66,7 +83,7 @@ def nearest(job: Job) -> MemoryPlan:
 
     def least(groups: int, tile: int) -> MemoryPlan:
         plans = (
-            _one_cut(job, micro_batch=rows, activations=place, slices=count, groups=groups, tile=tile)
+            _one_cut(job, micro_batch=rows, activations=place, slices=count, groups=groups, tile=tile, grad_buffers=1)
             for count in slices
             for place in _places(job)
         )
@@ -124,21 +141,31 @@ def _may_slice(job: Job) -> bool:
     return job.sizes.slicing is not None and not job.on_cpu
 
 
-def _first(job: Job, *, slices: int, groups: int, tile: int) -> MemoryPlan:
+def _first(job: Job, *, slices: int, groups: int, tile: int, grad_buffers: int = GRAD_BUFFERS) -> MemoryPlan:
     """The first cut that fits; the last, if none does."""
     chosen: MemoryPlan | None = None
-    for chosen in cuts(job, slices=slices, groups=groups, tile=tile):
+    for chosen in cuts(job, slices=slices, groups=groups, tile=tile, grad_buffers=grad_buffers):
         if chosen.fits:
             break
     assert chosen is not None
     return chosen
 
 
-def cuts(job: Job, *, slices: int = 0, groups: int = 0, tile: int = 0) -> Iterator[MemoryPlan]:
+def cuts(
+    job: Job, *, slices: int = 0, groups: int = 0, tile: int = 0, grad_buffers: int = GRAD_BUFFERS
+) -> Iterator[MemoryPlan]:
     """Every plan with such slices of the head, groups of experts and tiles that is considered, best first."""
     for micro_batch in _micro_batches(job):
         for place in _places(job):
-            yield _one_cut(job, micro_batch=micro_batch, activations=place, slices=slices, groups=groups, tile=tile)
+            yield _one_cut(
+                job,
+                micro_batch=micro_batch,
+                activations=place,
+                slices=slices,
+                groups=groups,
+                tile=tile,
+                grad_buffers=grad_buffers,
+            )
 
 
 def _places(job: Job) -> tuple[str, ...]:
@@ -147,14 +174,16 @@ def _places(job: Job) -> tuple[str, ...]:
     return ("device", "host") if wanted == "auto" else (wanted,)
 
 
-def _one_cut(job: Job, *, micro_batch: int, activations: str, slices: int, groups: int, tile: int) -> MemoryPlan:
+def _one_cut(
+    job: Job, *, micro_batch: int, activations: str, slices: int, groups: int, tile: int, grad_buffers: int
+) -> MemoryPlan:
     memory = job.memory
     chosen = MemoryPlan(
         micro_batch=micro_batch,
         micro_batches=-(-job.batch_size // micro_batch),
         seq_len=job.seq_len,
         slots=2 if isinstance(memory.slots, str) else memory.slots,
-        grad_buffers=min(2, len(job.sizes.layers)),
+        grad_buffers=min(grad_buffers, len(job.sizes.layers)),
         activations=activations,
         load_buffers=LOAD_BUFFERS if activations == "host" else 0,
         input_bytes=micro_batch * job.seq_len * job.sizes.hidden_bytes_per_token,

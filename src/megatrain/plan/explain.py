@@ -10,7 +10,7 @@ from megatrain.plan.words import gib, place
 
 def explain(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     """One sentence a decision."""
-    told = (_cut, _activations, _attention, _residency, _groups, _tiles)
+    told = (_cut, _activations, _attention, _residency, _groups, _tiles, _buffers)
     parts = (*(one(plan, job=job) for one in told), _slices(plan), _bounds(plan))
     return tuple(sentence for part in parts for sentence in part)
 
@@ -101,6 +101,13 @@ def _slices(plan: MemoryPlan) -> tuple[str, ...]:
         f"the head comes in {plan.head_slices} slices and the embedding as the rows that a step reads, to make room "
         "for the rows that go through a layer together; it costs one more product with the head",
     )
+
+
+def _buffers(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
+    if plan.grad_buffers != 1 or len(job.sizes.layers) == 1:
+        return ()
+    size = gib(plan.device["gradient buffers"])
+    return (f"gradients go home through one buffer ({size}) where two are usual, to make room for more rows at once",)
 
 
 def _bounds(plan: MemoryPlan) -> tuple[str, ...]:

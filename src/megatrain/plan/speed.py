@@ -11,10 +11,11 @@ experts    their products are as slow as they are small: an expert multiplies fe
 groups     where experts come in groups, the rest of a layer runs once more in the forward and in the backward, and the
            element-wise kernels of experts pass over all choices of all tokens for every group
 optimizer  AdamW's bytes over what the host's memory moves. Resident units are updated on the device instead
+launches   what the host takes to enqueue a layer's kernels, however short they are: of a GPU only
 
 The forward hides the update and the fetches, the backward the fetches and the gradients:
 
-step = start + max(forward, update, link) + max(head and backward, link)
+step = start + max(forward, update, link, launches) + max(head and backward, link, launches)
 
 `start` is what cannot hide: with exact clipping, the first units are updated and fetched when the device has
 nothing to do. The numbers are estimates; `megatrain bench` measures.
@@ -29,6 +30,7 @@ from megatrain.model.sizes_types import ModelSizes, UnitSizes
 from megatrain.plan.accounting import MemoryPlan, grouped_experts, sliced_ends
 from megatrain.plan.attention import head_params, layer_params
 from megatrain.plan.experts import GROUP_PLACES, active_params
+from megatrain.plan.launches import launch_s
 from megatrain.plan.rates import Rates
 from megatrain.plan.slices import HEAD_PLACES
 
@@ -38,14 +40,18 @@ ATTENTION_BACKWARD = 2.5
 """Fused attention's backward over its forward: five products for two."""
 FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.5
 """Device memory traffic of a layer's element-wise kernels, in units of what autograd saves for its backward."""
-SUM_BYTES = 10
-"""Per parameter and micro-batch: the gradient is read (2), its fp32 sum read and written (8)."""
+SUM_BYTES = 16
+"""Per parameter and micro-batch: the gradient is read (2), its fp32 sum read and written (8); PyTorch's kernel for two
+dtypes reached 2.4 of the 3.8 TB/s that others do on an H200."""
 LOGIT_BYTES = 10
 """Per logit: written, read for the loss, turned into its gradient, read twice by the products."""
 
-EXPERT_ROWS = 1500
-"""Rows of an expert in a micro-batch with which its products come at half the rate of a dense layer's. From two runs of
-Mixtral layers on an H200 (benchmarks/h200.md): 1,280 rows, whole layers; 512 rows, groups."""
+EXPERT_ROWS, GROUP_ROWS = 70, 1300
+"""Rows of an expert in a micro-batch with which its products come at half the rate of a dense layer's: in whole layers,
+and in groups. Mixtral layers on an H200 (benchmarks/h200.md): the first is a profile's, at 1,280 and 2,560 rows. With
+the second the time of a step in groups comes out (512 rows), whatever it is that takes it."""
+EXPERT_RECOMPUTE_SHARE = 1.0
+"""Of experts' forward, both products: fused experts do not know that the last one is read by nobody."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,10 @@ class SpeedEstimate:
     link_out_s: float
     optimizer_s: float  # on the CPU
     device_update_s: float  # of resident units
+    launch_s: float  # by the host, which enqueues
     start_s: float  # the first units' update and fetch, which nothing hides
     step_s: float
-    bound_by: str  # "compute" | "optimizer" | "link": what the step waits for most of its time
+    bound_by: str  # "compute" | "optimizer" | "link" | "launches": what the step waits for most of its time
     rates: Rates
 
     @property
@@ -119,14 +126,16 @@ def estimate(sizes: ModelSizes, *, plan: MemoryPlan, rates: Rates, tokens: int, 
     forward_s, head_s, backward_s = work.forward_s(), work.head_s(), work.backward_s()
     start_s = _start_s(units, rates=rates, update=update) if resident < 1 else 0.0
     forward_link, backward_link = _links(sizes, plan=plan, resident=resident)
+    launches = launch_s(sizes, plan=plan)
     last_layer_s = forward_s / len(sizes.layers)
     phases = (
         {
             "compute": start_s + forward_s + device_update_s,
             "optimizer": optimizer_s + (last_layer_s if optimizer_s else 0.0),
             "link": forward_link.seconds(rates),
+            "launches": launches[0],
         },
-        {"compute": head_s + backward_s, "link": backward_link.seconds(rates)},
+        {"compute": head_s + backward_s, "link": backward_link.seconds(rates), "launches": launches[1]},
     )
     return SpeedEstimate(
         tokens=tokens,
@@ -139,6 +148,7 @@ def estimate(sizes: ModelSizes, *, plan: MemoryPlan, rates: Rates, tokens: int, 
         link_out_s=(forward_link.out + backward_link.out) / rates.link_out_bytes,
         optimizer_s=optimizer_s,
         device_update_s=device_update_s,
+        launch_s=sum(launches),
         start_s=start_s,
         step_s=sum(max(phase.values()) for phase in phases),
         bound_by=_bound(phases),
@@ -168,6 +178,9 @@ class _Work:
         attention = 2.0 * tokens * plan.seq_len * sizes.hidden_numel_per_token * layers
         self._attention_s = attention / rates.attention_flops
         self._traffic_s = sizes.saved_bytes_per_token * tokens * layers / rates.device_bytes
+        known = sizes.experts
+        active = 0 if known is None else active_params(sizes, known=known)
+        self._experts_s = 2.0 * active * tokens / rates.matmul_flops  # of one forward, the part of its products
         self._waits_s = self._expert_waits_s()
         self._rest_products_s = self._rest_s = self._passes_s = 0.0  # with groups: what is run again, up to the experts
         experts = grouped_experts(plan, sizes=sizes)
@@ -186,8 +199,7 @@ class _Work:
         if known is None:
             return 0.0
         rows = self._plan.micro_batch * self._plan.seq_len * known.chosen / known.count
-        products_s = 2.0 * active_params(self._sizes, known=known) * self._tokens / self._rates.matmul_flops
-        return products_s * EXPERT_ROWS / rows
+        return self._experts_s * (GROUP_ROWS if self._plan.expert_groups else EXPERT_ROWS) / rows
 
     def forward_s(self) -> float:
         own = self._products_s + self._attention_s + FORWARD_TRAFFIC * self._traffic_s
@@ -195,8 +207,9 @@ class _Work:
 
     def recompute_s(self) -> float:
         attention_s = 0.0 if self._plan.attention else self._attention_s
-        products = RECOMPUTE_SHARE * (self._products_s + self._waits_s)
-        own = products + attention_s + FORWARD_TRAFFIC * self._traffic_s
+        dense = RECOMPUTE_SHARE * (self._products_s - self._experts_s)
+        experts = EXPERT_RECOMPUTE_SHARE * (self._experts_s + self._waits_s)
+        own = dense + experts + attention_s + FORWARD_TRAFFIC * self._traffic_s
         return self._repeated() * own + self._rest_s + FORWARD_TRAFFIC * self._passes_s
 
     def backward_s(self) -> float:

@@ -67,6 +67,7 @@ class Device(Protocol):
     def release_cache(self) -> None: ...
     def memory_peak_bytes(self) -> int: ...
     def reset_memory_peak(self) -> None: ...
+    def memory_given_back(self) -> int: ...
 
 
 class CpuRng:
@@ -148,3 +149,6 @@ class CpuDevice:
 
     def reset_memory_peak(self) -> None:
         pass
+
+    def memory_given_back(self) -> int:
+        return 0

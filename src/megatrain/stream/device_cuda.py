@@ -197,3 +197,10 @@ class CudaDevice:
 
     def reset_memory_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def memory_given_back(self) -> int:
+        """How often PyTorch's pool was full and gave all unused memory back, to take it anew in another place.
+
+        It waits for the device each time. A steady step never does that where the ceiling leaves room enough.
+        """
+        return int(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0))

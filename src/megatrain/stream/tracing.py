@@ -136,3 +136,6 @@ class TracedDevice:
 
     def reset_memory_peak(self) -> None:
         self.inner.reset_memory_peak()
+
+    def memory_given_back(self) -> int:
+        return self.inner.memory_given_back()

@@ -58,7 +58,9 @@ def run_steps(setup: Bench, *, count: int, first: int = 0) -> Iterator[BenchStep
         given = tokens[number % len(tokens)]
         began = time.perf_counter()
         output = rooms.executor.train_step(given.micro_batches, seed=number)
+        enqueued = time.perf_counter()
         numbers = output.result()
+        waited_s = time.perf_counter() - enqueued
         clip = clip_factor(numbers.grad_norm, limit=setup.max_grad_norm)
         rooms.worker.submit(number + 1, output.gradients, lr=LEARNING_RATE, clip=clip)
         yield BenchStep(
@@ -71,6 +73,7 @@ def run_steps(setup: Bench, *, count: int, first: int = 0) -> Iterator[BenchStep
             optimizer_s=rooms.worker.last_update_s,
             exposed_optimizer_s=numbers.exposed_optimizer_s,
             exposed_transfer_s=numbers.exposed_transfer_s,
+            waited_s=waited_s,
         )
 
 
@@ -120,10 +123,12 @@ def bench(planned: Planned, *, steps: int, prepared: Prepared | None = None, tra
     warm = list(run_steps(setup, count=WARMUP_STEPS))
     warmup_s = time.perf_counter() - began
     planned.device.reset_memory_peak()
+    given_back = planned.device.memory_given_back()
     measured = list(run_steps(setup, count=steps, first=WARMUP_STEPS))
+    given_back = planned.device.memory_given_back() - given_back
     trace = _trace(setup, device, updates, count=traced_steps)
     data = "random tokens" if prepared is None else "the recipe's rows"
-    report = bench_report(planned, course=Course(warm, measured, trace, build_s, warmup_s, data))
+    report = bench_report(planned, course=Course(warm, measured, trace, build_s, warmup_s, data, given_back))
     rooms.worker.close()
     rooms.store.close()
     return BenchResult(report, trace)

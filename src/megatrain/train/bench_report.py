@@ -35,6 +35,7 @@ class BenchStep:
     optimizer_s: float  # of the update that ran under this step
     exposed_optimizer_s: float
     exposed_transfer_s: float
+    waited_s: float  # by the host for the device, when all was enqueued
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class BenchReport:
     optimizer_s: float
     exposed_optimizer_s: float
     exposed_transfer_s: float
+    waited_s: float  # by the host for the device, when all was enqueued: near 0, the device waits for kernels
     bound_by: str  # the resource that the step spends most time under
     light_s: float | None  # the speed of light: the slowest resource alone
     light_by: str | None
@@ -93,6 +95,7 @@ class BenchReport:
     vram_peak_bytes: int
     vram_driver_bytes: int | None  # the driver's count for this process after the last step
     vram_planned_bytes: int
+    vram_given_back: int  # times that PyTorch's pool was too full in the measured steps, and waited for the device
     vram_planned: dict[str, int]  # by purpose
     host_peak_bytes: int
     host_planned_bytes: int
@@ -114,6 +117,7 @@ class Course:
     build_s: float
     warmup_s: float
     data: str
+    given_back: int = 0  # times that the device's memory was, in the measured steps
 
 
 def bench_report(planned: Planned, *, course: Course) -> BenchReport:
@@ -130,8 +134,9 @@ def bench_report(planned: Planned, *, course: Course) -> BenchReport:
         warmup_s=course.warmup_s,
         losses=tuple(_number(s.loss) for s in (*course.warm, *course.measured)),
         **_cut(planned),
-        **_times(course.measured),
+        **_times(course.measured, enqueues=planned.on_cuda),
         **_limits(planned, course=course),
+        vram_given_back=course.given_back,
         **_memory(planned),
     )
 
@@ -155,19 +160,21 @@ def _cut(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _times(measured: Sequence[BenchStep]) -> dict[str, Any]:
+def _times(measured: Sequence[BenchStep], *, enqueues: bool) -> dict[str, Any]:
     times = {
         "step_s": _median(s.step_s for s in measured),
         "optimizer_s": _median(s.optimizer_s for s in measured),
         "exposed_optimizer_s": _median(s.exposed_optimizer_s for s in measured),
         "exposed_transfer_s": _median(s.exposed_transfer_s for s in measured),
     }
+    waited_s = _median(s.waited_s for s in measured)
     return times | {
+        "waited_s": waited_s,
         "step_s_min": min(s.step_s for s in measured),
         "step_s_max": max(s.step_s for s in measured),
         "step_times_s": tuple(s.step_s for s in measured),
         "tokens_per_s": _median(s.tokens / s.step_s for s in measured),
-        "bound_by": bound_by(**times),
+        "bound_by": bound_by(**times, waited_s=waited_s if enqueues else None),
     }
 
 

@@ -22,15 +22,12 @@ from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.gate import SaverFailed
 from megatrain.train.intervals import Interval
 from megatrain.train.locate import Fault, locate
+from megatrain.train.notices import Notices
 from megatrain.train.run import Run, StepRows
 from megatrain.train.saver import Lost, Saver
 from megatrain.train.signals import Interrupted, StopFlag
 from megatrain.train.spikes import LossWatch
 from megatrain.train.state import TrainState, step_seed
-from megatrain.units import format_seconds
-
-LONG_S = 1800
-"""A run that takes longer is told to save on the way."""
 
 
 class Trainer:
@@ -58,7 +55,13 @@ class Trainer:
         self._rows: StepRows | None = None  # of the next step, cut while the device was busy
         self._watch = LossWatch()
         self._skips = 0  # since the last finite step
-        self._reminds_at = None if self._train.save_every else state.step + 3
+        self._notices = Notices(
+            journal.console,
+            device=run.device,
+            plan=run.plan,
+            saves=self._train.save_every is not None,
+            first_step=state.step,
+        )
         # Begun or complete. Nothing is new yet: a fresh start has nothing to save, a resume has it on disk.
         self._saved_step: int | None = state.step
         self._lost = False  # the last checkpoint that was begun: another is due at once, and is waited for
@@ -136,15 +139,7 @@ class Trainer:
         self._skips = 0
         step_s = time.perf_counter() - begin_s
         self._report(numbers, rows=rows, lr=lr, step_s=step_s)
-        if self.state.step == self._reminds_at:
-            self._remind(left_s=step_s * (self.total_steps - self.state.step))
-
-    def _remind(self, *, left_s: float) -> None:
-        if left_s > LONG_S:
-            self._journal.console.note(
-                f"about {format_seconds(left_s)} to go, and no checkpoint on the way: an interrupt writes one, a kill "
-                'or a power cut loses all of it. train.save_every: "30 min" bounds that'
-            )
+        self._notices.after(self.state.step, step_s=step_s, steps_left=self.total_steps - self.state.step)
 
     def _learning_rate(self, step: int) -> float:
         optimizer = self._run.recipe.optimizer
