@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from test_estimate_cli import SHAPES, run
+from estimating import SHAPES, run
 
 GIB = 1 << 30
 

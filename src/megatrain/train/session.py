@@ -5,7 +5,6 @@ Nothing of an earlier run in the folder is touched before the new one has its we
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -21,15 +20,12 @@ from megatrain.report.console import Console
 from megatrain.report.events import RunReport
 from megatrain.report.journal import Journal
 from megatrain.report.metrics import MetricsLog
-from megatrain.report.process import host_peak_bytes, versions
 from megatrain.report.sinks import open_sinks
 from megatrain.train.build import build_run, check_weights
 from megatrain.train.checkpoint import (
     Checkpoint,
     give_up_after,
     make_room,
-    newest_checkpoint,
-    weights_digest,
 )
 from megatrain.train.checkpoint_writer import CheckpointWriter
 from megatrain.train.export import export_bytes, export_run
@@ -43,6 +39,7 @@ from megatrain.train.room import check_planned_room, check_room
 from megatrain.train.run import Run
 from megatrain.train.rundir import RunDir
 from megatrain.train.signals import Interrupted, StopFlag
+from megatrain.train.standing import Standing, finished_before, run_report
 from megatrain.train.state import TrainState
 from megatrain.train.trainer import Trainer
 
@@ -268,29 +265,18 @@ class Session:
     def report(self, status: str, *, exit_code: int, error: dict[str, Any] | None = None) -> RunReport:
         """What is known of the run now."""
         trainer, run = self._trainer, self._run
-        state = trainer.state if trainer is not None else TrainState()
-        newest = newest_checkpoint(self.rundir.checkpoints)
-        return RunReport(
+        return run_report(
+            Standing(
+                state=trainer.state if trainer is not None else TrainState(),
+                tokens=trainer.trained_tokens if trainer is not None else 0,
+                seconds=trainer.trained_s if trainer is not None else 0.0,
+                wall_s=time.monotonic() - self._begin_s,
+                vram_peak_bytes=run.device.memory_peak_bytes() if run is not None else 0,
+            ),
+            rundir=self.rundir,
+            exports=self.recipe.output.export,
             status=status,
             exit_code=exit_code,
-            steps=state.step,
-            epochs=round(state.epochs, 6),
-            tokens=state.tokens,
-            tokens_here=trainer.trained_tokens if trainer is not None else 0,
-            supervised_tokens=state.supervised_tokens,
-            first_loss=state.first_loss,
-            last_loss=state.last_loss,
-            first_eval_loss=state.first_eval_loss,
-            eval_loss=state.eval_loss,
-            skipped_steps=state.skipped_steps,
-            tokens_per_s=trainer.trained_tokens / trainer.trained_s if trainer and trainer.trained_s else None,
-            wall_s=time.monotonic() - self._begin_s,
-            vram_peak_bytes=run.device.memory_peak_bytes() if run is not None else 0,
-            host_peak_bytes=host_peak_bytes(),
-            checkpoint=str(newest) if newest is not None else None,
-            weights_sha256=weights_digest(newest) if newest is not None else None,
-            model=str(self.rundir.model) if status == "done" and self.recipe.output.export else None,
-            versions=versions(),
             error=error,
         )
 
@@ -307,8 +293,4 @@ class Session:
             ) from error
 
     def _finished_before(self) -> RunReport:
-        """What the finished run said of itself."""
-        known = {field.name for field in dataclasses.fields(RunReport)}
-        summary = {key: value for key, value in self.rundir.read_summary().items() if key in known}
-        blank = dataclasses.asdict(self.report("done", exit_code=0))
-        return RunReport(**{**blank, **summary})
+        return finished_before(self.rundir, blank=self.report("done", exit_code=0))
