@@ -61,7 +61,7 @@ LARGE = Axes(
     tokens=(4096, 131_072, 16_384, 32_768, 8192),
     seq_len=(32_768, 8192, 4096, 16_384, 2048),
     layers=(9, 18, 27),
-    micro_batch=(1, 4, 8, 2),
+    micro_batch=(1, 4, 32, 8, 2),
 )
 TINY = Axes(
     base=Point(tokens=512, seq_len=64), tokens=(128, 1024), seq_len=(32, 128), layers=(2, 8), micro_batch=(1, 4)
@@ -169,16 +169,22 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / (1 << 30):.1f} GiB" if nbytes else "-"
 
 
-def earlier(out: Path) -> list[Row]:
-    """The rows of an earlier sweep into the same folder."""
+def earlier(out: Path, *, asked: Sequence[str]) -> list[Row]:
+    """What an earlier sweep into the same folder measured, of the same model in the same way."""
     file = out / "sweep.json"
     if not file.exists():
         return []
     rows = []
     for entry in json.loads(file.read_text()):
         point, failure = Point(**entry.pop("point")), entry.pop("failure")
-        rows.append(Row(point, entry, failure))
+        if failure is None and entry.pop("asked") == list(asked):
+            rows.append(Row(point, entry, failure))
     return rows
+
+
+def words(*, model: str, extra: Sequence[str], steps: int) -> list[str]:
+    """What makes two sweeps the same."""
+    return [model, *extra, f"{steps} steps"]
 
 
 def sweep(
@@ -197,7 +203,8 @@ def sweep(
         del wanted[0]
         print(line(rows[-1]), file=sys.stderr, flush=True)
         (out / "sweep.md").write_text(table(rows, left_out=wanted))
-        found = [{"point": asdict(row.point), "failure": row.failure, **row.result} for row in rows]
+        asked = words(model=model, extra=extra, steps=steps)
+        found = [{"point": asdict(row.point), "failure": row.failure, "asked": asked, **row.result} for row in rows]
         (out / "sweep.json").write_text(json.dumps(found))
     return rows, wanted
 
@@ -222,7 +229,7 @@ def main() -> None:
         steps=given.steps,
         budget_s=given.budget,
         out=given.out,
-        before=earlier(given.out) if given.go_on else (),
+        before=earlier(given.out, asked=words(model=model, extra=extra, steps=given.steps)) if given.go_on else (),
     )
     print(table(rows, left_out=left_out), end="")
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatrain.cli import bench_command
-from megatrain.errors import UsageError
+from megatrain.errors import RecipeError, UsageError
 from megatrain.recipe import resolve_asset
 
 MODEL = str(resolve_asset("megatrain:kjv-tiny"))
@@ -92,6 +92,15 @@ def test_what_people_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert "exposed transfers" in lines[3]
     assert "B/parameter" in lines[4]
     assert [line.split()[0] for line in lines[6:10]] == ["fetch", "compute", "send", "optimizer"]
+
+
+def test_a_micro_batch_is_held_against_the_step_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bare recipe's own step has 16 sequences."""
+    asked = ("data.max_seq_len=16", "memory.micro_batch=20")
+    found = measured(capsys, *asked, tokens_per_step=640, steps=1)
+    assert (found["micro_batch"], found["micro_batches"]) == (20, 2)
+    with pytest.raises(RecipeError, match="20 is more than the 10 sequences"):
+        bench(*asked, tokens_per_step=160, steps=1)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatrain.errors import DoesNotFit
 from megatrain.model.experts import spans_of
 from megatrain.model.sizes_types import ExpertSizes, ModelSizes, SliceSizes
 from megatrain.plan.accounting import MemoryPlan
-from megatrain.plan.cutting import attempt, cuts
+from megatrain.plan.cutting import GROUPS_GAIN, attempt, cuts
 from megatrain.plan.experts import GroupedExperts
 from megatrain.plan.explain import explain
 from megatrain.plan.job import Job
@@ -72,8 +72,8 @@ def test_what_would_not_fit_fits_in_groups(sizes: ModelSizes, gib: int) -> None:
     assert grouped.fits
     assert grouped.expert_groups >= 2
     assert (grouped.resident, grouped.kept) == (0, 0)
-    fewer = [plan for plan in cuts(asked(sizes, vram=gib), slices=16, groups=grouped.expert_groups // 2)]
-    assert not any(plan.fits for plan in fewer)
+    fewer = [plan for plan in cuts(asked(sizes, vram=gib), groups=grouped.expert_groups // 2) if plan.fits]
+    assert all(GROUPS_GAIN * plan.micro_batch <= grouped.micro_batch for plan in fewer)
 
 
 def test_where_whole_layers_fit_they_stay_whole() -> None:
@@ -81,6 +81,29 @@ def test_where_whole_layers_fit_they_stay_whole() -> None:
         plan = plan_of(MIXTRAL, vram=gib)
         assert plan.fits
         assert (plan.expert_groups, plan.head_slices) == (0, 0)
+
+
+@pytest.mark.parametrize(("batch", "seq"), [(64, 1024), (8, 4096), (16, 2048)])
+def test_more_memory_makes_no_slower_plan(batch: int, seq: int) -> None:
+    """From the least there is to where whole layers fit, in quarters of a GiB. A tenth: the rules are coarse."""
+    rates, best = assumed_rates("NVIDIA H200", cores=14), float("inf")
+    for quarters in range(30, 120):
+        wanted = job(MIXTRAL, batch=batch, seq=seq, vram=quarters * GIB // 4, limits=limits(3000 * GIB))
+        plan = attempt(replace(wanted, stem_shared=False))
+        if plan.fits:
+            step_s = estimate(MIXTRAL, plan=plan, rates=rates, tokens=batch * seq).step_s
+            assert step_s <= 1.1 * best, quarters / 4
+            best = min(best, step_s)
+    assert plan.expert_groups == 0
+
+
+@pytest.mark.parametrize(("vram", "rows", "groups", "buffers"), [(10, 2, 4, 2), (24, 8, 0, 1), (40, 16, 0, 2)])
+def test_how_four_layers_of_mixtral_are_cut(vram: int, rows: int, groups: int, buffers: int) -> None:
+    four = mixture(hidden=4096, wide=14336, experts=8, chosen=2, rest=41_984_000, layers=4, vocab=32_000)
+    sizes = replace(four, widest_bytes_per_token=57_344)
+    wanted = job(sizes, batch=64, seq=1024, vram=vram * GIB, stem_shared=False, limits=limits(128 * GIB), compiled=True)
+    plan = attempt(wanted)
+    assert (plan.micro_batch, plan.expert_groups, plan.grad_buffers) == (rows, groups, buffers)
 
 
 def test_a_larger_step_needs_no_more_groups_device_memory() -> None:

@@ -170,6 +170,7 @@ def test_out_of_memory_leaves_it_out_and_what_is_left_can_be_built(tmp_path: Pat
         assert (smaller.plan.micro_batch, smaller.plan.attention) == (1, "")
         assert "attention outputs" not in smaller.plan.device | smaller.plan.host
         assert smaller.plan.device_total < planned.plan.device_total
+        assert (planned.plan.grad_buffers, smaller.plan.grad_buffers) == (2, 1)
         rooms.executor.close()
         build_executor(smaller, store=rooms.store, worker=rooms.worker).close()
         assert fewer_rows(smaller) is None

@@ -75,7 +75,7 @@ def test_a_sweep_moves_one_thing_at_a_time() -> None:
         for point in wanted[1:]:
             assert sum(a != b for a, b in zip(vars(point).values(), vars(axes.base).values(), strict=True)) == 1
             assert point.tokens % point.seq_len == 0
-    assert len(sweep.points(sweep.LARGE)) == 1 + 5 + 5 + 3 + 4
+    assert len(sweep.points(sweep.LARGE)) == 1 + 5 + 5 + 3 + 5
 
 
 def test_the_sweeps_table_names_failures_and_what_was_left_out() -> None:
@@ -91,21 +91,25 @@ def test_the_sweeps_table_names_failures_and_what_was_left_out() -> None:
 
 
 def test_a_sweep_that_goes_on_measures_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[sweep.Point] = []
+    tried: list[sweep.Point] = []
 
     def measure(point: sweep.Point, **_: object) -> sweep.Row | None:
-        asked.append(point)
-        return None if len(asked) == 4 else sweep.Row(point, FOUND, "does not fit" if len(asked) == 2 else None)
+        tried.append(point)
+        return None if len(tried) == 4 else sweep.Row(point, FOUND, "does not fit" if len(tried) == 2 else None)
 
     monkeypatch.setattr(sweep, "measure", measure)
-    given: dict[str, Any] = {"model": "", "extra": (), "steps": 1, "budget_s": 60, "out": tmp_path}
+    given: dict[str, Any] = {"model": "m", "extra": ("--set", "a=1"), "steps": 1, "budget_s": 60, "out": tmp_path}
+    asked = sweep.words(model="m", extra=("--set", "a=1"), steps=1)
     first, left_out = sweep.sweep(sweep.TINY, **given)
-    assert sweep.earlier(tmp_path) == first
     assert (len(first), len(left_out)) == (3, len(sweep.points(sweep.TINY)) - 3)
-    rows, left_out = sweep.sweep(sweep.TINY, **given, before=sweep.earlier(tmp_path))
-    assert [row.point for row in rows] == sweep.points(sweep.TINY) == asked[:3] + asked[4:]
-    assert (rows[:3], left_out) == (first, [])
-    assert sweep.earlier(tmp_path) == rows
+    kept = [first[0], first[2]]  # a failure is tried again
+    assert sweep.earlier(tmp_path, asked=asked) == kept
+    assert sweep.earlier(tmp_path, asked=sweep.words(model="m", extra=(), steps=1)) == []
+    rows, left_out = sweep.sweep(sweep.TINY, **given, before=kept)
+    failed, *unknown = sweep.points(sweep.TINY)[1], *sweep.points(sweep.TINY)[3:]
+    assert [row.point for row in rows] == [row.point for row in kept] + [failed, *unknown]
+    assert left_out == []
+    assert sweep.earlier(tmp_path, asked=asked) == rows
 
 
 def test_a_session_goes_on_after_failures_and_keeps_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

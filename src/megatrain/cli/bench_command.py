@@ -113,10 +113,11 @@ def _recipe(recipe: str | None, *, model: str | None, overrides: Sequence[str], 
 
 
 def _with_tokens(recipe: str, *, overrides: Sequence[str], tokens_per_step: int | None) -> Recipe:
-    loaded = load_recipe(recipe, overrides=overrides)
     if tokens_per_step is None:
-        return loaded
-    length = loaded.data.max_seq_len
+        return load_recipe(recipe, overrides=overrides)
+    # the length is not known yet; what else is said must hold for the step that is asked for, not for the recipe's
+    most = [*overrides, f"train.batch_size={tokens_per_step}"]
+    length = load_recipe(recipe, overrides=most).data.max_seq_len
     if tokens_per_step % length:
         raise UsageError(
             f"{tokens_per_step} tokens are no whole number of sequences of {length}",

@@ -19,6 +19,8 @@ WORTH_TOKENS = 8192
 """Tokens of a micro-batch below which a larger one is worth a second product with the head. On an H200 a 7B shape
 made 9,083 tok/s with 3k tokens at once and the head whole, 10,405 with 11k and slices, 10,990 with 11k and the head
 whole."""
+GROUPS_GAIN = 1.5
+"""How many times the rows at once twice as many groups of experts must give."""
 GRAD_BUFFERS = 2
 """A gradient is on its way home while the next one is cast. One does where memory is short: a layer's backward takes
 longer than its gradient's way, unless a step has few tokens."""
@@ -30,42 +32,53 @@ def attempt(job: Job) -> MemoryPlan:
     The head is cut into slices only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS can so be
     made twice as large: slices cost a second product with the head. Gradients go home through one buffer in place of
     two only where nothing fits otherwise, or where micro-batches below WORTH_TOKENS get larger. Experts come in groups
-    only where nothing fits otherwise, in as few as do: every group passes over all tokens. MLPs run in tiles only where
-    nothing fits otherwise: such layers are not compiled. A resumed run stays as it was.
+    only where nothing fits otherwise; in as few as fit, or in more where that gives half as many rows again: every
+    group passes over all tokens. MLPs run in tiles only where nothing fits otherwise: such layers are not compiled. A
+    resumed run stays as it was.
     """
     chosen = _sliced(job, groups=_resumed_groups(job), tile=_resumed_tile(job))
     if _may_tile(job) and not chosen.fits and not _host_is_short(chosen):
         chosen = _sliced(job, groups=0, tile=TILE_TOKENS)
-    for groups in _group_counts(job):
-        if chosen.fits or _host_is_short(chosen):
-            break
-        chosen = _sliced(job, groups=groups, tile=0)
+    if not chosen.fits:
+        chosen = _grouped(job, chosen)
     return spend(chosen, job=job) if chosen.fits else nearest(job)
 
 
+def _grouped(job: Job, chosen: MemoryPlan) -> MemoryPlan:
+    """`chosen`, which does not fit, with experts in groups where that helps."""
+    for groups in _group_counts(job):
+        if _worth(chosen, job=job) or _host_is_short(chosen):
+            break
+        other = _sliced(job, groups=groups, tile=0)
+        if not chosen.fits or (other.fits and other.micro_batch >= GROUPS_GAIN * chosen.micro_batch):
+            chosen = other
+    return chosen
+
+
 def _sliced(job: Job, *, groups: int, tile: int) -> MemoryPlan:
-    """The best plan with so many groups of experts, with as many slices of the head as it takes."""
-    chosen = _buffered(job, slices=_resumed_slices(job), groups=groups, tile=tile)
+    """The best plan with so many groups of experts; with as many slices of the head, and buffers for gradients, as it
+    takes."""
+    chosen = _searched(job, groups=groups, tile=tile, grad_buffers=GRAD_BUFFERS)
+    if _worth(chosen, job=job):
+        return chosen
+    other = _searched(job, groups=groups, tile=tile, grad_buffers=1)
+    return other if other.fits and (not chosen.fits or other.micro_batch > chosen.micro_batch) else chosen
+
+
+def _searched(job: Job, *, groups: int, tile: int, grad_buffers: int) -> MemoryPlan:
+    """The best of those with so many buffers for gradients."""
+    chosen = _first(job, slices=_resumed_slices(job), groups=groups, tile=tile, grad_buffers=grad_buffers)
     for slices in HEAD_SLICES if _may_slice(job) and not job.resumed else ():
         if _worth(chosen, job=job):
             break
-        other = _buffered(job, slices=slices, groups=groups, tile=tile)
+        other = _first(job, slices=slices, groups=groups, tile=tile, grad_buffers=grad_buffers)
         if other.fits and (not chosen.fits or other.micro_batch >= 2 * chosen.micro_batch):
             chosen = other
     return chosen
 
 
-def _buffered(job: Job, *, slices: int, groups: int, tile: int) -> MemoryPlan:
-    """The best plan of that kind, with as many buffers for gradients as it takes."""
-    chosen = _first(job, slices=slices, groups=groups, tile=tile)
-    if _worth(chosen, job=job):
-        return chosen
-    other = _first(job, slices=slices, groups=groups, tile=tile, grad_buffers=1)
-    return other if other.fits and (not chosen.fits or other.micro_batch > chosen.micro_batch) else chosen
-
-
 def _worth(chosen: MemoryPlan, *, job: Job) -> bool:
-    """Whether it fits with micro-batches so large that larger ones are worth no second product with the head."""
+    """Whether it fits with micro-batches so large that nothing need be given for larger ones."""
     return chosen.fits and chosen.micro_batch * job.seq_len >= min(WORTH_TOKENS, job.batch_size * job.seq_len)
 
 
@@ -141,7 +154,7 @@ def _may_slice(job: Job) -> bool:
     return job.sizes.slicing is not None and not job.on_cpu
 
 
-def _first(job: Job, *, slices: int, groups: int, tile: int, grad_buffers: int = GRAD_BUFFERS) -> MemoryPlan:
+def _first(job: Job, *, slices: int, groups: int, tile: int, grad_buffers: int) -> MemoryPlan:
     """The first cut that fits; the last, if none does."""
     chosen: MemoryPlan | None = None
     for chosen in cuts(job, slices=slices, groups=groups, tile=tile, grad_buffers=grad_buffers):

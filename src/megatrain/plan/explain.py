@@ -107,7 +107,7 @@ def _buffers(plan: MemoryPlan, *, job: Job) -> tuple[str, ...]:
     if plan.grad_buffers != 1 or len(job.sizes.layers) == 1:
         return ()
     size = gib(plan.device["gradient buffers"])
-    return (f"gradients go home through one buffer ({size}) where two are usual, to make room for more rows at once",)
+    return (f"gradients go home through one buffer ({size}) where two are usual: memory is short",)
 
 
 def _bounds(plan: MemoryPlan) -> tuple[str, ...]:

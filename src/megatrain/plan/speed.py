@@ -7,9 +7,9 @@ compute    6 FLOP per multiplied parameter and token, plus causal attention (2 T
            nothing), plus what element-wise kernels and gradient sums move through the device's own memory
 link       in: every streamed unit once, layers a second time for the backward unless they are still in a slot;
            out: one gradient per streamed unit. Activations that wait on the host go out and come back in
-experts    their products are as slow as they are small: an expert multiplies few rows of a micro-batch
 groups     where experts come in groups, the rest of a layer runs once more in the forward and in the backward, and the
-           element-wise kernels of experts pass over all choices of all tokens for every group
+           element-wise kernels of experts pass over all choices of all tokens for every group. Few rows an
+           expert are slow there
 optimizer  AdamW's bytes over what the host's memory moves. Resident units are updated on the device instead
 launches   what the host takes to enqueue a layer's kernels, however short they are: of a GPU only
 
@@ -42,14 +42,14 @@ FORWARD_TRAFFIC, BACKWARD_TRAFFIC = 1.5, 2.5
 """Device memory traffic of a layer's element-wise kernels, in units of what autograd saves for its backward."""
 SUM_BYTES = 16
 """Per parameter and micro-batch: the gradient is read (2), its fp32 sum read and written (8); PyTorch's kernel for two
-dtypes reached 2.4 of the 3.8 TB/s that others do on an H200."""
+dtypes reached 2.3 to 2.7 of the 3.8 TB/s that others do on an H200."""
 LOGIT_BYTES = 10
 """Per logit: written, read for the loss, turned into its gradient, read twice by the products."""
 
-EXPERT_ROWS, GROUP_ROWS = 70, 1300
-"""Rows of an expert in a micro-batch with which its products come at half the rate of a dense layer's: in whole layers,
-and in groups. Mixtral layers on an H200 (benchmarks/h200.md): the first is a profile's, at 1,280 and 2,560 rows. With
-the second the time of a step in groups comes out (512 rows), whatever it is that takes it."""
+GROUP_ROWS = 1300
+"""Rows of an expert in a micro-batch with which a group's products take twice as long as a dense layer's. It makes the
+time of one run in groups come out (four layers of Mixtral on an H200, 512 rows), whatever it is that takes it there. In
+whole layers experts' products come as fast as others (650 to 700 TFLOP/s, a profile of 1,280 and 2,560 rows)."""
 EXPERT_RECOMPUTE_SHARE = 1.0
 """Of experts' forward, both products: fused experts do not know that the last one is read by nobody."""
 
@@ -194,12 +194,12 @@ class _Work:
             self._passes_s = again / rates.device_bytes
 
     def _expert_waits_s(self) -> float:
-        """By how much one forward's products of experts are slower than a dense layer's."""
+        """By how much one forward's products of experts in groups are slower than a dense layer's."""
         known = self._sizes.experts
-        if known is None:
+        if known is None or not self._plan.expert_groups:
             return 0.0
         rows = self._plan.micro_batch * self._plan.seq_len * known.chosen / known.count
-        return self._experts_s * (GROUP_ROWS if self._plan.expert_groups else EXPERT_ROWS) / rows
+        return self._experts_s * GROUP_ROWS / rows
 
     def forward_s(self) -> float:
         own = self._products_s + self._attention_s + FORWARD_TRAFFIC * self._traffic_s

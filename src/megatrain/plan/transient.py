@@ -71,8 +71,8 @@ class Transient:
 
         Where a layer's experts are one tensor, its gradient needs a hole as large as itself between blocks of other
         sizes. An H200's pool held 1.68 GiB beyond what was in use, with a gradient of 1.75 GiB (Mixtral's layers), and
-        0.39 with one of 0.44 (groups of two experts). Without that room it gives memory back and maps it anew at every
-        large block, waiting for the device each time.
+        0.39 with one of 0.44 (groups of two experts), where nothing limited it. Without that room it gives memory back
+        and maps it anew at every large block, waiting for the device each time.
         """
         return max(int(POOL_SHARE * peak) if self.compiled else 0, self._largest_expert_bytes)
 

@@ -115,7 +115,7 @@ class Estimate:
                 "tokens_per_s": self.speed.tokens_per_s,
                 "bound_by": self.speed.bound_by,
                 "step_s": self.speed.step_s,
-                "seconds": self.speed.resources,
+                "seconds": self.speed.resources | {"launches": self.speed.launch_s},
             },
             "plan": {key: value for key, value in plan.to_dict().items() if key not in TOLD_ELSEWHERE},
             "explanation": list(self.explanation),

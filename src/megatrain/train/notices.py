@@ -9,6 +9,8 @@ from megatrain.units import format_seconds
 
 LONG_S = 1800
 """A run that takes longer is told to save on the way."""
+FULL_STEPS = 2
+"""So many in a row are no coincidence, such as a row that is longer than all before."""
 SETTLED = 3
 """Steps of this process after which its times are steady, and its memory is all taken."""
 
@@ -21,8 +23,14 @@ class Notices:
         self._console, self._device, self._plan = console, device, plan
         self._settled_at = first_step + SETTLED
         self._reminds = not saves
-        self._given_back: int | None = None  # times, until the step before
+        self._given_back = 0  # times, until this step began
+        self._full_steps = 0  # in a row
         self._said_full = False
+
+    def before(self) -> None:
+        """A step begins: evaluations and checkpoints between two steps are not its doing."""
+        if not self._said_full:
+            self._given_back = self._device.memory_given_back()
 
     def after(self, step: int, *, step_s: float, steps_left: int) -> None:
         """step: that is complete now, and took `step_s` seconds."""
@@ -41,15 +49,15 @@ class Notices:
             )
 
     def _look_at_memory(self, step: int) -> None:
-        now, before = self._device.memory_given_back(), self._given_back
-        self._given_back = now
-        if before is None or now == before:
+        times = self._device.memory_given_back() - self._given_back
+        self._full_steps = self._full_steps + 1 if times else 0
+        if self._full_steps < FULL_STEPS:
             return
         self._said_full = True
         rows = self._plan.micro_batch
         fewer = f", or memory.micro_batch: {rows - 1}" if rows > 1 else ""
         self._console.warn(
-            f"step {step}: the device is so full that PyTorch gave memory back and took it anew, {now - before} times "
+            f"step {step}: the device is so full that PyTorch gave memory back and took it anew, {times} times "
             f"in this step, and waits each time. Numbers do not change, the speed does: raise memory.vram if the card "
             f"has more{fewer} (in a new run)"
         )

@@ -64,8 +64,8 @@ def train_through(
 
 
 def fewer_rows(planned: Planned) -> Planned | None:
-    """The same run with half the rows of a micro-batch (or fewer), with neither graphs nor attention kept; None if one
-    row is all there is, and nothing kept.
+    """The same run with half the rows of a micro-batch (or fewer), with neither graphs nor attention kept and one
+    buffer for gradients; None if one row is all there is, and nothing of that can go.
 
     What waits in host memory must fit where it was planned: the store is not allocated again.
     """
@@ -76,7 +76,8 @@ def fewer_rows(planned: Planned) -> Planned | None:
         smaller = _recut(planned, rows=rows)
         if not plan.load_buffers or _waiting_bytes(smaller) <= _waiting_bytes(plan):
             return replace(planned, plan=smaller)
-    return replace(planned, plan=_recut(planned, rows=plan.micro_batch)) if plan.kept or plan.attention else None
+    spare = plan.kept or plan.attention or plan.grad_buffers > 1
+    return replace(planned, plan=_recut(planned, rows=plan.micro_batch)) if spare else None
 
 
 def cut_again(run: Run, *, planned: Planned, prepared: Prepared, stop: StopFlag | None) -> Run:
@@ -119,6 +120,7 @@ def _recut(planned: Planned, *, rows: int) -> MemoryPlan:
         micro_batch=rows,
         micro_batches=-(-job.batch_size // rows),
         input_bytes=rows * job.seq_len * job.sizes.hidden_bytes_per_token,
+        grad_buffers=min(1, plan.grad_buffers),
         kept=0,
         attention="",
         attention_bytes=0,
@@ -129,7 +131,7 @@ def _recut(planned: Planned, *, rows: int) -> MemoryPlan:
 
 def _difference(plan: MemoryPlan, *, was: MemoryPlan) -> str:
     if plan.micro_batch == was.micro_batch:
-        return "with everything recomputed"
+        return "with everything recomputed" if was.kept or was.attention else "with one buffer for gradients"
     return f"with micro-batches of {plan.micro_batch} rows (were {was.micro_batch}); sums round differently"
 
 

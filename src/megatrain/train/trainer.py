@@ -121,6 +121,7 @@ class Trainer:
 
     def _step(self) -> None:
         run, state, begin_s = self._run, self.state, time.perf_counter()
+        self._notices.before()
         rows = self._rows or run.loader.step_batch(state.epoch, state.index)
         lr = self._learning_rate(state.step + 1)
         seed = step_seed(self._train.seed, step=state.step + 1)
