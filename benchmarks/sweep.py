@@ -177,7 +177,7 @@ def earlier(out: Path, *, asked: Sequence[str]) -> list[Row]:
     rows = []
     for entry in json.loads(file.read_text()):
         point, failure = Point(**entry.pop("point")), entry.pop("failure")
-        if failure is None and entry.pop("asked") == list(asked):
+        if entry.pop("asked", None) == list(asked) and failure is None:
             rows.append(Row(point, entry, failure))
     return rows
 
@@ -188,11 +188,15 @@ def words(*, model: str, extra: Sequence[str], steps: int) -> list[str]:
 
 
 def sweep(
-    axes: Axes, *, model: str, extra: Sequence[str], steps: int, budget_s: float, out: Path, before: Sequence[Row] = ()
+    axes: Axes, *, model: str, extra: Sequence[str], steps: int, budget_s: float, out: Path, go_on: bool = False
 ) -> tuple[list[Row], list[Point]]:
-    """Measure until the budget is used; the files are written anew after every point. (rows, points left out)"""
+    """Measure until the budget is used; the files are written anew after every point. (rows, points left out)
+
+    go_on: what an earlier sweep measured is taken from `out`.
+    """
     deadline = time.monotonic() + budget_s
-    rows = list(before)
+    asked = words(model=model, extra=extra, steps=steps)
+    rows = earlier(out, asked=asked) if go_on else []
     known = {row.point for row in rows}
     wanted = [point for point in points(axes) if point not in known]
     while wanted and (left_s := deadline - time.monotonic()) > LEAST_S:
@@ -203,7 +207,6 @@ def sweep(
         del wanted[0]
         print(line(rows[-1]), file=sys.stderr, flush=True)
         (out / "sweep.md").write_text(table(rows, left_out=wanted))
-        asked = words(model=model, extra=extra, steps=steps)
         found = [{"point": asdict(row.point), "failure": row.failure, "asked": asked, **row.result} for row in rows]
         (out / "sweep.json").write_text(json.dumps(found))
     return rows, wanted
@@ -229,7 +232,7 @@ def main() -> None:
         steps=given.steps,
         budget_s=given.budget,
         out=given.out,
-        before=earlier(given.out, asked=words(model=model, extra=extra, steps=given.steps)) if given.go_on else (),
+        go_on=given.go_on,
     )
     print(table(rows, left_out=left_out), end="")
 

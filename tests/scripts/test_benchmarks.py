@@ -105,7 +105,7 @@ def test_a_sweep_that_goes_on_measures_the_rest(tmp_path: Path, monkeypatch: pyt
     kept = [first[0], first[2]]  # a failure is tried again
     assert sweep.earlier(tmp_path, asked=asked) == kept
     assert sweep.earlier(tmp_path, asked=sweep.words(model="m", extra=(), steps=1)) == []
-    rows, left_out = sweep.sweep(sweep.TINY, **given, before=kept)
+    rows, left_out = sweep.sweep(sweep.TINY, **given, go_on=True)
     failed, *unknown = sweep.points(sweep.TINY)[1], *sweep.points(sweep.TINY)[3:]
     assert [row.point for row in rows] == [row.point for row in kept] + [failed, *unknown]
     assert left_out == []

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatrain.train.baselines.runner import Baseline
     from megatrain.train.bench_report import BenchReport, StepTrace
 
-HELD_BY = {
+_HELD_BY = {
     "compute": "compute",
     "optimizer": "the optimizer",
     "link": "the link",
@@ -89,7 +89,7 @@ def _speed(report: BenchReport) -> str:
 
 
 def _bound(report: BenchReport) -> str:
-    text = f"held by {HELD_BY[report.bound_by]}"
+    text = f"held by {_HELD_BY[report.bound_by]}"
     if report.light_s is None or report.light_share is None:
         return text
     return f"{text}; speed of light {report.light_s:.3f} s ({report.light_by}), the step is at {report.light_share:.0%}"

@@ -47,7 +47,15 @@ class GroupedExperts:
     @property
     def group_bytes(self) -> int:
         """Of a group as it is streamed, and of its gradient as it goes home."""
-        return sum(n * size for n, size in zip(self._elems(), self.known.itemsizes, strict=True))
+        return sum(self._bytes())
+
+    @property
+    def largest_bytes(self) -> int:
+        """Of the largest tensor of a group."""
+        return max(self._bytes())
+
+    def _bytes(self) -> list[int]:
+        return [n * size for n, size in zip(self._elems(), self.known.itemsizes, strict=True)]
 
     def _elems(self) -> list[int]:
         """Of a group, by parameter, alignment included."""
@@ -72,10 +80,6 @@ class GroupedExperts:
     @property
     def divided(self) -> int:
         return layers_with_experts(self.sizes, known=self.known)
-
-    @property
-    def active_params(self) -> int:
-        return active_params(self.sizes, known=self.known)
 
 
 def layers_with_experts(sizes: ModelSizes, *, known: ExpertSizes) -> int:

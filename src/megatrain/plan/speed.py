@@ -50,8 +50,6 @@ GROUP_ROWS = 1300
 """Rows of an expert in a micro-batch with which a group's products take twice as long as a dense layer's. It makes the
 time of one run in groups come out (four layers of Mixtral on an H200, 512 rows), whatever it is that takes it there. In
 whole layers experts' products come as fast as others (650 to 700 TFLOP/s, a profile of 1,280 and 2,560 rows)."""
-EXPERT_RECOMPUTE_SHARE = 1.0
-"""Of experts' forward, both products: fused experts do not know that the last one is read by nobody."""
 
 
 @dataclass(frozen=True)
@@ -180,14 +178,14 @@ class _Work:
         self._traffic_s = sizes.saved_bytes_per_token * tokens * layers / rates.device_bytes
         known = sizes.experts
         active = 0 if known is None else active_params(sizes, known=known)
-        self._experts_s = 2.0 * active * tokens / rates.matmul_flops  # of one forward, the part of its products
+        self._experts_s = 2.0 * active * tokens / rates.matmul_flops  # of one forward, as the next is
+        self._dense_s = max(0.0, self._products_s - self._experts_s)
         self._waits_s = self._expert_waits_s()
         self._rest_products_s = self._rest_s = self._passes_s = 0.0  # with groups: what is run again, up to the experts
         experts = grouped_experts(plan, sizes=sizes)
         if experts is not None:
-            rest = max(0, layer_params(sizes) - experts.active_params)
             attention_s = 0.0 if sizes.attention_bytes_per_token else self._attention_s  # our own does not run again
-            self._rest_products_s = 2.0 * rest * tokens / rates.matmul_flops + attention_s
+            self._rest_products_s = self._dense_s + attention_s
             traffic = FORWARD_TRAFFIC * experts.known.rest_bytes_per_token * tokens * layers / rates.device_bytes
             self._rest_s = self._rest_products_s + traffic
             again = (experts.count - 1) * experts.divided * experts.known.expert_bytes_per_token * tokens
@@ -207,9 +205,10 @@ class _Work:
 
     def recompute_s(self) -> float:
         attention_s = 0.0 if self._plan.attention else self._attention_s
-        dense = RECOMPUTE_SHARE * (self._products_s - self._experts_s)
-        experts = EXPERT_RECOMPUTE_SHARE * (self._experts_s + self._waits_s)
-        own = dense + experts + attention_s + FORWARD_TRAFFIC * self._traffic_s
+        experts_s = (
+            self._experts_s + self._waits_s
+        )  # whole: fused experts do not know that their last product is unread
+        own = RECOMPUTE_SHARE * self._dense_s + experts_s + attention_s + FORWARD_TRAFFIC * self._traffic_s
         return self._repeated() * own + self._rest_s + FORWARD_TRAFFIC * self._passes_s
 
     def backward_s(self) -> float:

@@ -82,8 +82,7 @@ class Transient:
         known = self.sizes.experts
         if known is None:
             return 0
-        height = known.count if self.experts is None else self.experts.height
-        return max(height * n * size for n, size in zip(known.elems, known.itemsizes, strict=True))
+        return (self.experts or GroupedExperts(self.sizes, known, 1)).largest_bytes
 
     def peak_bytes(self, *, chunk: int) -> int:
         """A layer's recompute, the head's logits and the embedding's gradient never exist at the same time."""

@@ -203,4 +203,5 @@ class CudaDevice:
 
         It waits for the device each time. A steady step never does that where the ceiling leaves room enough.
         """
-        return int(torch.cuda.memory_stats(self.torch_device).get("num_alloc_retries", 0))
+        # asked around every step, so without flattening the hundred others
+        return int(torch.cuda.memory_stats_as_nested_dict(self.torch_device).get("num_alloc_retries", 0))

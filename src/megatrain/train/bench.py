@@ -123,9 +123,9 @@ def bench(planned: Planned, *, steps: int, prepared: Prepared | None = None, tra
     warm = list(run_steps(setup, count=WARMUP_STEPS))
     warmup_s = time.perf_counter() - began
     planned.device.reset_memory_peak()
-    given_back = planned.device.memory_given_back()
+    before = planned.device.memory_given_back()
     measured = list(run_steps(setup, count=steps, first=WARMUP_STEPS))
-    given_back = planned.device.memory_given_back() - given_back
+    given_back = planned.device.memory_given_back() - before
     trace = _trace(setup, device, updates, count=traced_steps)
     data = "random tokens" if prepared is None else "the recipe's rows"
     report = bench_report(planned, course=Course(warm, measured, trace, build_s, warmup_s, data, given_back))
